@@ -1,0 +1,47 @@
+"""Training kernels whose results have the same bits on every run, batch split, thread count and machine."""
+
+from isograd.errors import (
+    BufferTooSmallError,
+    DeviceMismatchError,
+    IndexOutOfRangeError,
+    InvalidProblemError,
+    IsogradError,
+    MisalignedOperandError,
+    UnsupportedError,
+    WorkspaceTooSmallError,
+)
+from isograd.parallel import get_num_threads, set_num_threads
+from isograd.plan import ErrorBound, Kernel, KernelSku, PrecisionGuarantee
+from isograd.registry import kernels, register_kernel, unregister_kernel
+from isograd.softmax.api import log_softmax, log_softmax_backward, softmax, softmax_backward
+from isograd.softmax.plans import SoftmaxBackwardDescriptor, SoftmaxBackwardPlan, SoftmaxDescriptor, SoftmaxPlan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BufferTooSmallError",
+    "DeviceMismatchError",
+    "ErrorBound",
+    "IndexOutOfRangeError",
+    "InvalidProblemError",
+    "IsogradError",
+    "Kernel",
+    "KernelSku",
+    "MisalignedOperandError",
+    "PrecisionGuarantee",
+    "SoftmaxBackwardDescriptor",
+    "SoftmaxBackwardPlan",
+    "SoftmaxDescriptor",
+    "SoftmaxPlan",
+    "UnsupportedError",
+    "WorkspaceTooSmallError",
+    "get_num_threads",
+    "kernels",
+    "log_softmax",
+    "log_softmax_backward",
+    "register_kernel",
+    "set_num_threads",
+    "softmax",
+    "softmax_backward",
+    "unregister_kernel",
+]

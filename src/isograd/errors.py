@@ -1,0 +1,33 @@
+"""Every error the library raises on purpose. Each class is also a standard one, so that `except ValueError` works."""
+
+
+class IsogradError(Exception):
+    """Base of all errors of the library."""
+
+
+class InvalidProblemError(IsogradError, ValueError):
+    """Shapes, axes, dtypes, strides or overlaps that no kernel could serve."""
+
+
+class UnsupportedError(IsogradError, NotImplementedError):
+    """A meaningful problem for which no kernel is registered here."""
+
+
+class BufferTooSmallError(IsogradError, ValueError):
+    """An output array with fewer elements than the result."""
+
+
+class WorkspaceTooSmallError(IsogradError, ValueError):
+    """A workspace with fewer bytes than `Plan.workspace_size`."""
+
+
+class MisalignedOperandError(IsogradError, ValueError):
+    """An array whose address or strides are not multiples of its element size, or a misaligned workspace."""
+
+
+class IndexOutOfRangeError(IsogradError, IndexError):
+    """An index outside the axis it indexes."""
+
+
+class DeviceMismatchError(IsogradError, ValueError):
+    """Arguments on different devices, or on another device than the plan's."""

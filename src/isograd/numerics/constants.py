@@ -1,0 +1,76 @@
+"""The numbers of the arithmetic contract, shared by every backend.
+
+Polynomials are minimax fits; `tools/fit_polynomials.py` derives them. Values meant for binary32 are written with
+enough digits to round to the intended float; each backend rounds them once, when it is loaded.
+"""
+
+from typing import Final
+
+# --- Order-free sums (contract, rules 4 and 5) -----------------------------------------------------------------------
+QUANTUM_BITS: Final = 44  # quantum = 2 ** (exponent of the largest term - 44)
+LIMB_SHIFT_32: Final = 23  # binary32: an integer term is high * 2**23 + low, both within 2**22
+LIMB_SHIFT_64: Final = 44  # binary64: the second limb resolves another 44 bits, 88 in all
+SHORT_QUANTUM_BITS: Final = 30  # 16-bit softmax rows up to SHORT_ROW terms
+SHORT_ROW: Final = 1 << 18
+
+# Adding MAGIC rounds to an integer that stands in the low mantissa bits of the sum.
+MAGIC_32: Final = 12582912.0  # 1.5 * 2**23
+MAGIC_64: Final = 6755399441055744.0  # 1.5 * 2**52
+
+# --- Exponential (rule 6) --------------------------------------------------------------------------------------------
+LOG2E: Final = 1.4426950408889634
+# ln 2 in two parts; the first has so few bits that k * LN2_HI is exact for every k that occurs.
+LN2_HI_32: Final = 0.693145751953125
+LN2_LO_32: Final = 1.4286068203094172e-06
+LN2_HI_64: Final = 0.6931471803691238
+LN2_LO_64: Final = 1.9082149292705877e-10
+# exp(r) = 1 + r + r^2 * P(r) on |r| <= ln(2) / 2, lowest power first
+EXP_POLY_32: Final = (
+    0.4999999341351235,
+    0.16666520110196736,
+    0.04166839378274301,
+    0.008368780277703975,
+    0.0013814496271457432,
+)
+EXP_POLY_64: Final = (
+    0.5,
+    0.16666666666666682,
+    0.04166666666666609,
+    0.008333333333316923,
+    0.0013888888889117337,
+    0.00019841269896667585,
+    2.480158692439055e-05,
+    2.755723457184504e-06,
+    2.7557583025746286e-07,
+    2.5112140072652287e-08,
+    2.0826453802418198e-09,
+)
+# The shorter exp: 2**f = 1 + f * P(f) on |f| <= 1/2, relative error 2**-18.4
+EXP2_POLY_SHORT: Final = (0.6931241046559389, 0.24024104141323152, 0.05590721500796678, 0.009582792443257607)
+SHORT_MIN_EXPONENT: Final = -156.0  # below it every 16-bit result is zero
+
+# Exponentials inside a softmax are kept times 2**EXP_SCALE, so that none of them underflows before the division.
+EXP_SCALE_32: Final = 64
+EXP_SCALE_64: Final = 512
+# exp of these and of anything below, divided by a sum of at least 1, rounds to zero.
+EXP_FLOOR_32: Final = -105.0
+EXP_FLOOR_64: Final = -746.0
+# Beyond these a full exp overflows to infinity.
+EXP_CEIL_32: Final = 89.5
+EXP_CEIL_64: Final = 710.5
+
+# --- Logarithm (rule 6) ----------------------------------------------------------------------------------------------
+# log(1 + f) = f - (h - s * (h + R)), h = f^2 / 2, s = f / (2 + f), z = s^2, R = z * P(z)
+LOG_POLY_32: Final = (0.6666666592140149, 0.400002880379804, 0.28539762571911964, 0.23542191408421287)
+LOG_POLY_64: Final = (
+    0.6666666666666666,
+    0.40000000000003283,
+    0.2857142856982817,
+    0.22222222554864357,
+    0.1818178192052023,
+    0.153868525973322,
+    0.1325487852740637,
+    0.13212422251129372,
+)
+SQRT_HALF_BITS_32: Final = 0x3F3504F3  # bits of sqrt(1/2), the lower end of the reduced interval
+SQRT_HALF_BITS_64: Final = 0x3FE6A09E667F3BCD

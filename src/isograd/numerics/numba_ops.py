@@ -1,0 +1,572 @@
+"""The contract as Numba device functions; `reference.py` is the definition, and the tests hold both to the same bits.
+
+A half travels as int16 and a bfloat16 as uint16, so that the type alone says how its bits are read.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.extending import intrinsic, overload
+
+from isograd.numerics import constants as c
+from isograd.numerics.numba_compile import device_function
+
+_F32 = np.float32
+_F64 = np.float64
+_NAN_32 = np.float32(np.nan)
+_NAN_64 = np.float64(np.nan)
+_INF_32 = np.float32(np.inf)
+_INF_64 = np.float64(np.inf)
+_ONE_32, _ONE_64 = _F32(1), _F64(1)
+_MAGIC_32, _MAGIC_64 = _F32(c.MAGIC_32), _F64(c.MAGIC_64)
+_MAGIC_BITS_32 = int(_MAGIC_32.view(np.int32))
+_MAGIC_BITS_64 = int(_MAGIC_64.view(np.int64))
+_FORCE = {"forceinline": True}
+
+
+@intrinsic
+def fma(typingctx: Any, a: Any, b: Any, d: Any) -> Any:
+    """a * b + d, rounded once."""
+    return a(a, a, a), lambda context, builder, signature, arguments: builder.fma(*arguments)
+
+
+# --- bits ------------------------------------------------------------------------------------------------------------
+_INTEGER_OF = {types.float32: types.int32, types.float64: types.int64}
+_FLOAT_OF = {types.int32: types.float32, types.int64: types.float64}
+
+
+@intrinsic
+def as_int(typingctx: Any, x: Any) -> Any:
+    """The bits of a float as the signed integer of its width."""
+    target = _INTEGER_OF[x]
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], context.get_value_type(target))
+
+    return target(x), generate
+
+
+@intrinsic
+def as_float(typingctx: Any, b: Any) -> Any:
+    """The float whose bits an int32 or int64 holds."""
+    target = _FLOAT_OF[b]
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], context.get_value_type(target))
+
+    return target(b), generate
+
+
+@device_function
+def pow2_32(k):
+    """2**k for -126 <= k <= 127."""
+    return as_float(np.int32((k + 127) << 23))
+
+
+@device_function
+def pow2_64(k):
+    """2**k for -1022 <= k <= 1023."""
+    return as_float(np.int64((np.int64(k) + 1023) << 52))
+
+
+@device_function
+def two_sum(a, b):
+    """a + b and its rounding error."""
+    s = a + b
+    t = s - a
+    return s, (a - (s - t)) + (b - t)
+
+
+# --- storage: widening is exact, narrowing rounds to nearest even and writes the canonical NaN ------------------------
+def widen(v: Any) -> Any:
+    raise NotImplementedError
+
+
+@overload(widen, jit_options=_FORCE)
+def _widen(v):
+    if v == types.uint16:
+        return lambda v: as_float(np.int32(np.int32(v) << 16))
+    if v == types.int16:
+
+        def half(v):
+            # Placing the bits 112 exponents too low and multiplying by 2**112 also normalises subnormals.
+            magnitude = np.int32(np.int32(v) & 0x7FFF)
+            x = as_float(np.int32(magnitude << 13)) * pow2_32(112)
+            special = np.int32((magnitude << 13) | 0x7F800000)
+            u = special if magnitude >= 0x7C00 else as_int(x)
+            return as_float(np.int32(u | (np.int32(v) & np.int32(-0x80000000))))
+
+        return half
+    return lambda v: v
+
+
+def narrow(x: Any, like: Any) -> Any:
+    """Round `x` to the storage type of `like`."""
+    raise NotImplementedError
+
+
+@overload(narrow, jit_options=_FORCE)
+def _narrow(x, like):
+    if like == types.uint16:
+
+        def bfloat16(x, like):
+            u = np.uint32(as_int(x))
+            r = np.uint32(np.uint32(u + np.uint32(0x7FFF)) + np.uint32(np.uint32(u >> np.uint32(16)) & np.uint32(1)))
+            return np.uint16(np.uint32(r >> np.uint32(16)) if x == x else np.uint32(0x7FC0))
+
+        return bfloat16
+    if like == types.int16:
+
+        def half(x, like):
+            u = as_int(x)
+            a = np.int32(u & 0x7FFFFFFF)
+            # Subnormal results: adding 0.5 puts the last bit of a half at the last bit of the float.
+            small = np.int32(as_int(as_float(a) + np.float32(0.5)) - 0x3F000000)
+            large = np.int32(np.int32(a - 0x38000000 + 0xFFF + np.int32(np.int32(a >> 13) & 1)) >> 13)
+            r = small if a < 0x38800000 else large
+            r = r if a < 0x477FF000 else np.int32(0x7C00)
+            r = np.int32(r | np.int32(np.int32(u >> 16) & 0x8000))
+            return np.int16(r if a <= 0x7F800000 else np.int32(0x7E00))
+
+        return half
+    if like == types.float64:
+        return lambda x, like: x if x == x else _NAN_64
+    return lambda x, like: x if x == x else _NAN_32
+
+
+# --- maximum over order-preserving keys; NaN above everything ---------------------------------------------------------
+def max_key(x: Any) -> Any:
+    """An integer in the order of the float, NaN of either sign the largest."""
+    raise NotImplementedError
+
+
+@overload(max_key, jit_options=_FORCE)
+def _max_key(x):
+    if x == types.float32:
+
+        def key_32(x):
+            b = as_int(x)
+            k = np.int32(b ^ np.int32(np.int32(b >> 31) & 0x7FFFFFFF))
+            return k if x == x else np.int32(0x7FFFFFFF)
+
+        return key_32
+
+    def key_64(x):
+        b = as_int(x)
+        k = b ^ ((b >> 63) & 0x7FFFFFFFFFFFFFFF)
+        return k if x == x else np.int64(0x7FFFFFFFFFFFFFFF)
+
+    return key_64
+
+
+def from_key(k: Any) -> Any:
+    """The float of a key; the key of a NaN gives the canonical NaN."""
+    raise NotImplementedError
+
+
+@overload(from_key, jit_options=_FORCE)
+def _from_key(k):
+    if k == types.int32:
+
+        def float_32(k):
+            x = as_float(np.int32(k ^ np.int32(np.int32(k >> 31) & 0x7FFFFFFF)))
+            return x if x == x else _NAN_32
+
+        return float_32
+
+    def float_64(k):
+        x = as_float(np.int64(k ^ ((k >> 63) & 0x7FFFFFFFFFFFFFFF)))
+        return x if x == x else _NAN_64
+
+    return float_64
+
+
+def magnitude_key(x: Any) -> Any:
+    """The bits of |x|, an integer in the order of the magnitude, NaN above infinity."""
+    raise NotImplementedError
+
+
+@overload(magnitude_key, jit_options=_FORCE)
+def _magnitude_key(x):
+    if x == types.float32:
+        return lambda x: np.int32(as_int(x) & 0x7FFFFFFF)
+    return lambda x: as_int(x) & 0x7FFFFFFFFFFFFFFF
+
+
+# --- the exponential (rule 6) ------------------------------------------------------------------------------------------
+_LOG2E_32, _LOG2E_64 = _F32(c.LOG2E), _F64(c.LOG2E)
+_LN2_HI_32, _LN2_LO_32 = _F32(c.LN2_HI_32), _F32(c.LN2_LO_32)
+_LN2_HI_64, _LN2_LO_64 = _F64(c.LN2_HI_64), _F64(c.LN2_LO_64)
+_E0, _E1, _E2, _E3, _E4 = (_F32(v) for v in c.EXP_POLY_32)
+_D0, _D1, _D2, _D3, _D4, _D5, _D6, _D7, _D8, _D9, _D10 = (_F64(v) for v in c.EXP_POLY_64)
+_S0, _S1, _S2, _S3 = (_F32(v) for v in c.EXP2_POLY_SHORT)
+_SHORT_MIN = _F32(c.SHORT_MIN_EXPONENT)
+_SHORT_BIAS = c.SHORT_QUANTUM_BITS << 23
+_FLOOR_32, _FLOOR_64 = _F32(c.EXP_FLOOR_32), _F64(c.EXP_FLOOR_64)
+_CEIL_32, _CEIL_64 = _F32(c.EXP_CEIL_32), _F64(c.EXP_CEIL_64)
+
+
+@device_function
+def exp_parts_32(hi, lo):
+    """exp(hi + lo) = (s + t) * 2**k with |t| far below s; k as a float."""
+    k = fma(hi, _LOG2E_32, _MAGIC_32) - _MAGIC_32
+    r = fma(k, -_LN2_HI_32, hi)
+    w = fma(k, -_LN2_LO_32, lo)
+    g = r + w
+    p = fma(fma(fma(fma(_E4, g, _E3), g, _E2), g, _E1), g, _E0)
+    t = fma(g * g, p, w)
+    s = _ONE_32 + r
+    return s, ((_ONE_32 - s) + r) + t, k
+
+
+@device_function
+def exp_parts_64(hi, lo):
+    k = fma(hi, _LOG2E_64, _MAGIC_64) - _MAGIC_64
+    r = fma(k, -_LN2_HI_64, hi)
+    w = fma(k, -_LN2_LO_64, lo)
+    g = r + w
+    p = fma(fma(fma(fma(fma(_D10, g, _D9), g, _D8), g, _D7), g, _D6), g, _D5)
+    p = fma(fma(fma(fma(fma(p, g, _D4), g, _D3), g, _D2), g, _D1), g, _D0)
+    t = fma(g * g, p, w)
+    s = _ONE_64 + r
+    return s, ((_ONE_64 - s) + r) + t, k
+
+
+def exp(x: Any) -> Any:
+    """exp(x) for every x, at most 1.05 ulp off, with gradual underflow."""
+    raise NotImplementedError
+
+
+@overload(exp, jit_options=_FORCE)
+def _exp(x):
+    if x == types.float32:
+
+        def exp_32(x):
+            d = x if x > _FLOOR_32 else _FLOOR_32
+            d = d if d < _CEIL_32 else _CEIL_32
+            s, t, kf = exp_parts_32(d, _F32(0))
+            k = np.int32(kf)
+            k1 = np.int32(k >> 1)
+            y = (s + t) * pow2_32(k1) * pow2_32(np.int32(k - k1))
+            return y if x == x else _NAN_32
+
+        return exp_32
+
+    def exp_64(x):
+        d = x if x > _FLOOR_64 else _FLOOR_64
+        d = d if d < _CEIL_64 else _CEIL_64
+        s, t, kf = exp_parts_64(d, _F64(0))
+        k = np.int64(kf)
+        k1 = k >> 1
+        y = (s + t) * pow2_64(k1) * pow2_64(k - k1)
+        return y if x == x else _NAN_64
+
+    return exp_64
+
+
+def exp_of_difference(x: Any, m: Any) -> Any:
+    """exp(x - m) for x <= m as (e, error of e), both times 2**EXP_SCALE."""
+    raise NotImplementedError
+
+
+@overload(exp_of_difference, jit_options=_FORCE)
+def _exp_of_difference(x, m):
+    if x == types.float32:
+
+        def difference_32(x, m):
+            hi, lo = two_sum(x, -m)
+            inside = hi > _FLOOR_32
+            hi = hi if inside else _FLOOR_32
+            lo = lo if inside else _F32(0)
+            s, t, k = exp_parts_32(hi, lo)
+            scale = as_float(np.int32(np.int32(np.int32(k) + (127 + c.EXP_SCALE_32)) << 23))
+            e = s + t
+            error = (s - e) + t
+            return e * scale, error * scale
+
+        return difference_32
+
+    def difference_64(x, m):
+        hi, lo = two_sum(x, -m)
+        inside = hi > _FLOOR_64
+        hi = hi if inside else _FLOOR_64
+        lo = lo if inside else _F64(0)
+        s, t, k = exp_parts_64(hi, lo)
+        scale = as_float(np.int64((np.int64(k) + (1023 + c.EXP_SCALE_64)) << 52))
+        e = s + t
+        error = (s - e) + t
+        return e * scale, error * scale
+
+    return difference_64
+
+
+@device_function
+def exp_short(d):
+    """2**30 * exp(d) for d <= 0, for results of 16 bits: relative error under 2**-16, 2**-126 for everything small."""
+    t = d * _LOG2E_32
+    t = t if t > _SHORT_MIN else _SHORT_MIN
+    z = t + _MAGIC_32
+    f = t - (z - _MAGIC_32)
+    p = fma(fma(fma(fma(_S3, f, _S2), f, _S1), f, _S0), f, _ONE_32)
+    return as_float(np.int32(as_int(p) + np.int32(as_int(z) << 23) + _SHORT_BIAS))
+
+
+# --- the logarithm (rule 6) ---------------------------------------------------------------------------------------------
+_G0, _G1, _G2, _G3 = (_F32(v) for v in c.LOG_POLY_32)
+_H0, _H1, _H2, _H3, _H4, _H5, _H6, _H7 = (_F64(v) for v in c.LOG_POLY_64)
+_HALF_32, _HALF_64 = _F32(0.5), _F64(0.5)
+_TWO_32, _TWO_64 = _F32(2), _F64(2)
+_SUBNORMAL_SCALE_32, _SUBNORMAL_SCALE_64 = _F32(2.0**32), _F64(2.0**64)
+_TINY_32, _TINY_64 = _F32(2.0**-126), _F64(2.0**-1022)
+# log1p reduces its argument only outside this interval; inside, f = x is exact.
+_LOG1P_LOW_32, _LOG1P_HIGH_32 = _F32(-0.29), _F32(0.41)
+_LOG1P_LOW_64, _LOG1P_HIGH_64 = _F64(-0.29), _F64(0.41)
+
+
+@device_function
+def log_core_32(f, k, low):
+    """log((1 + f) * 2**k) + low as an unevaluated pair."""
+    s = f / (_TWO_32 + f)
+    z = s * s
+    h = _HALF_32 * f * f
+    r = z * fma(fma(fma(_G3, z, _G2), z, _G1), z, _G0)
+    rest = fma(s, h + r, fma(k, _LN2_LO_32, low)) - h
+    a = k * _LN2_HI_32
+    u = a + f
+    w = ((a - u) + f) + rest
+    y = u + w
+    return y, (u - y) + w
+
+
+@device_function
+def log_core_64(f, k, low):
+    s = f / (_TWO_64 + f)
+    z = s * s
+    h = _HALF_64 * f * f
+    p = fma(fma(fma(fma(_H7, z, _H6), z, _H5), z, _H4), z, _H3)
+    r = z * fma(fma(fma(p, z, _H2), z, _H1), z, _H0)
+    rest = fma(s, h + r, fma(k, _LN2_LO_64, low)) - h
+    a = k * _LN2_HI_64
+    u = a + f
+    w = ((a - u) + f) + rest
+    y = u + w
+    return y, (u - y) + w
+
+
+@device_function
+def split_32(x):
+    """x = (1 + f) * 2**k with sqrt(1/2) <= 1 + f < sqrt(2), for positive normal x."""
+    b = np.int32(as_int(x) - c.SQRT_HALF_BITS_32)
+    k = np.int32(b >> 23)
+    m = as_float(np.int32(np.int32(b & 0x7FFFFF) + c.SQRT_HALF_BITS_32))
+    return m - _ONE_32, k
+
+
+@device_function
+def split_64(x):
+    b = as_int(x) - c.SQRT_HALF_BITS_64
+    k = b >> 52
+    m = as_float(np.int64((b & 0xFFFFFFFFFFFFF) + c.SQRT_HALF_BITS_64))
+    return m - _ONE_64, k
+
+
+def log(x: Any) -> Any:
+    """The natural logarithm, at most 1.05 ulp off; log(0) = -inf, NaN below 0."""
+    raise NotImplementedError
+
+
+@overload(log, jit_options=_FORCE)
+def _log(x):
+    if x == types.float32:
+
+        def log_32(x):
+            small = x < _TINY_32
+            f, k = split_32(x * _SUBNORMAL_SCALE_32 if small else x)
+            y, _ = log_core_32(f, _F32(k - 32 if small else k), _F32(0))
+            y = y if x < _INF_32 else x
+            y = y if x != _F32(0) else -_INF_32
+            return y if x >= _F32(0) else _NAN_32
+
+        return log_32
+
+    def log_64(x):
+        small = x < _TINY_64
+        f, k = split_64(x * _SUBNORMAL_SCALE_64 if small else x)
+        y, _ = log_core_64(f, _F64(k - 64 if small else k), _F64(0))
+        y = y if x < _INF_64 else x
+        y = y if x != _F64(0) else -_INF_64
+        return y if x >= _F64(0) else _NAN_64
+
+    return log_64
+
+
+def log1p_pair(x: Any) -> Any:
+    """log(1 + x) for finite x > -1 as an unevaluated pair."""
+    raise NotImplementedError
+
+
+@overload(log1p_pair, jit_options=_FORCE)
+def _log1p_pair(x):
+    if x == types.float32:
+
+        def log1p_32(x):
+            if x > _LOG1P_LOW_32 and x < _LOG1P_HIGH_32:
+                return log_core_32(x, _F32(0), _F32(0))
+            u, error = two_sum(_ONE_32, x)
+            f, k = split_32(u)
+            return log_core_32(f, _F32(k), error / u)
+
+        return log1p_32
+
+    def log1p_64(x):
+        if x > _LOG1P_LOW_64 and x < _LOG1P_HIGH_64:
+            return log_core_64(x, _F64(0), _F64(0))
+        u, error = two_sum(_ONE_64, x)
+        f, k = split_64(u)
+        return log_core_64(f, _F64(k), error / u)
+
+    return log1p_64
+
+
+def log1p(x: Any) -> Any:
+    """log(1 + x), at most 1.05 ulp off; log1p(-1) = -inf, NaN below -1."""
+    raise NotImplementedError
+
+
+@overload(log1p, jit_options=_FORCE)
+def _log1p(x):
+    if x == types.float32:
+
+        def log1p_32(x):
+            if x > -_ONE_32 and x < _INF_32:
+                # The sum of a zero and a zero would lose the sign.
+                return log1p_pair(x)[0] if x != _F32(0) else x
+            if x == _INF_32:
+                return x
+            return -_INF_32 if x == -_ONE_32 else _NAN_32
+
+        return log1p_32
+
+    def log1p_64(x):
+        if x > -_ONE_64 and x < _INF_64:
+            return log1p_pair(x)[0] if x != _F64(0) else x
+        if x == _INF_64:
+            return x
+        return -_INF_64 if x == -_ONE_64 else _NAN_64
+
+    return log1p_64
+
+
+# --- order-free sums (rules 4 and 5) -------------------------------------------------------------------------------------
+def split_term(p: Any, scale: Any) -> Any:
+    """The integer rint(p * scale * 2**SHIFT) as (high, low), value high * 2**SHIFT + low.
+
+    SHIFT is LIMB_SHIFT_32 with int32 parts within 2**22, or LIMB_SHIFT_64 with int64 parts within 2**45.
+    """
+    raise NotImplementedError
+
+
+@overload(split_term, jit_options=_FORCE)
+def _split_term(p, scale):
+    if p == types.float32:
+
+        def term_32(p, scale):
+            t = fma(p, scale, _MAGIC_32)
+            r = fma(p, scale, -(t - _MAGIC_32))
+            u = fma(r, _F32(1 << c.LIMB_SHIFT_32), _MAGIC_32)
+            return np.int32(as_int(t) - _MAGIC_BITS_32), np.int32(as_int(u) - _MAGIC_BITS_32)
+
+        return term_32
+
+    def term_64(p, scale):
+        t = fma(p, scale, _MAGIC_64)
+        r = fma(p, scale, -(t - _MAGIC_64))
+        u = fma(r, _F64(1 << c.LIMB_SHIFT_64), _MAGIC_64)
+        return as_int(t) - _MAGIC_BITS_64, as_int(u) - _MAGIC_BITS_64
+
+    return term_64
+
+
+def round_term(p: Any, scale: Any) -> Any:
+    """rint(p * scale), for a value within half of the magic constant's range."""
+    raise NotImplementedError
+
+
+@overload(round_term, jit_options=_FORCE)
+def _round_term(p, scale):
+    if p == types.float32:
+        return lambda p, scale: np.int32(as_int(fma(p, scale, _MAGIC_32)) - _MAGIC_BITS_32)
+    return lambda p, scale: as_int(fma(p, scale, _MAGIC_64)) - _MAGIC_BITS_64
+
+
+@device_function
+def add_wide(hi, lo, value):
+    """Add an int64 to the 128-bit integer (hi: int64, lo: uint64)."""
+    s = np.uint64(lo + np.uint64(value))
+    carry = np.int64(1) if s < lo else np.int64(0)
+    return hi + (value >> np.int64(63)) + carry, s
+
+
+@device_function
+def add_limbs(hi, lo, high, low, shift):
+    """Add high * 2**shift + low (both int64) to the 128-bit integer (hi, lo)."""
+    hi, lo = add_wide(hi, lo, low)
+    s = np.uint64(lo + np.uint64(high << shift))
+    carry = np.int64(1) if s < lo else np.int64(0)
+    return hi + (high >> (np.int64(64) - shift)) + carry, s
+
+
+@device_function
+def compress(hi, lo):
+    """The 128-bit integer as (n, e): n * 2**e, n of at most 63 bits, any lost bits kept as a sticky last bit."""
+    sign = np.int64(lo) >> np.int64(63)
+    if hi == sign and (np.int64(lo) >> np.int64(62)) == sign:
+        return np.int64(lo), np.int64(0)
+    top = hi if hi >= 0 else ~hi
+    e = np.int64(2)  # bits of the high word that spill over, and the sign
+    while top > 0:
+        top >>= 1
+        e += 1
+    n = np.int64(np.uint64(lo) >> np.uint64(e)) | np.int64(hi << (np.int64(64) - e))
+    lost = np.uint64(lo) << np.uint64(np.int64(64) - e)
+    return n | (np.int64(1) if lost != np.uint64(0) else np.int64(0)), e
+
+
+def to_float(n: Any, like: Any) -> Any:
+    """An int64 rounded once to the type of `like`."""
+    raise NotImplementedError
+
+
+@overload(to_float, jit_options=_FORCE)
+def _to_float(n, like):
+    return (lambda n, like: np.float32(n)) if like == types.float32 else (lambda n, like: np.float64(n))
+
+
+def scale_pow2(x: Any, k: Any) -> Any:
+    """x * 2**k in two exact steps, rounded once if the result is subnormal."""
+    raise NotImplementedError
+
+
+@overload(scale_pow2, jit_options=_FORCE)
+def _scale_pow2(x, k):
+    if x == types.float32:
+        return lambda x, k: x * pow2_32(np.int32(k >> 1)) * pow2_32(np.int32(k - (k >> 1)))
+    return lambda x, k: x * pow2_64(k >> 1) * pow2_64(k - (k >> 1))
+
+
+@device_function
+def wide_to_float(hi, lo, k, like):
+    """The 128-bit integer times 2**k, rounded once to the type of `like`."""
+    n, e = compress(hi, lo)
+    return scale_pow2(to_float(n, like), k + e)
+
+
+@device_function
+def wide_to_pair(hi, lo, k, like):
+    """The 128-bit integer times 2**k as an unevaluated pair: rounded once, and what that left."""
+    n, e = compress(hi, lo)
+    head = to_float(n, like)
+    # What is left is far below 2**63, so arithmetic modulo 2**64 finds it.
+    rest = np.int64(np.uint64(lo) - (np.uint64(np.int64(head)) << np.uint64(e)))
+    return scale_pow2(head, k + e), scale_pow2(to_float(rest, like), k)

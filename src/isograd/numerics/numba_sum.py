@@ -1,0 +1,113 @@
+"""Building blocks of the order-free sum (rule 4) for kernels that walk through a row in blocks."""
+
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from isograd.numerics import constants as c
+from isograd.numerics.numba_compile import device_function
+from isograd.numerics.numba_memory import load
+from isograd.numerics.numba_ops import magnitude_key, pow2_32, pow2_64, split_term
+
+PARTIAL = 256  # terms whose int32 parts (within 2**22) are summed in int32; narrow sums are what vectorises well
+_FORCE = {"forceinline": True}
+_NAN_32, _NAN_64 = np.float32(np.nan), np.float64(np.nan)
+_INF_32, _INF_64 = np.float32(np.inf), np.float64(np.inf)
+
+
+def is_finite_key(key: Any) -> Any:
+    """Whether a magnitude key belongs to a finite number."""
+    raise NotImplementedError
+
+
+@overload(is_finite_key, jit_options=_FORCE)
+def _is_finite_key(key):
+    if key == types.int32:
+        return lambda key: key < np.int32(0x7F800000)
+    return lambda key: key < np.int64(0x7FF0000000000000)
+
+
+def sum_scale(key: Any) -> Any:
+    """(a, b, k) for the largest magnitude's key: terms are split_term(p * a, b), in units of 2**k.
+
+    One factor would leave the range for the smallest exponents, so it is applied in two exact steps.
+    """
+    raise NotImplementedError
+
+
+@overload(sum_scale, jit_options=_FORCE)
+def _sum_scale(key):
+    if key == types.int32:
+
+        def scale_32(key):
+            exponent = max(np.int64(key >> 23) - 127, np.int64(-126))
+            total = c.QUANTUM_BITS - c.LIMB_SHIFT_32 - exponent
+            b = min(total, np.int64(100))
+            return pow2_32(total - b), pow2_32(b), exponent - c.QUANTUM_BITS
+
+        return scale_32
+
+    def scale_64(key):
+        exponent = max((key >> 52) - 1023, np.int64(-1022))
+        total = c.QUANTUM_BITS - exponent
+        b = min(total, np.int64(1000))
+        return pow2_64(total - b), pow2_64(b), exponent - c.QUANTUM_BITS - c.LIMB_SHIFT_64
+
+    return scale_64
+
+
+@device_function
+def block_magnitude(p, count, key):
+    """The larger of `key` and the largest magnitude key in a block."""
+    for i in range(count):
+        k = magnitude_key(load(p, i))
+        key = k if k > key else key
+    return key
+
+
+def block_terms(p: Any, count: Any, a: Any, b: Any) -> Any:
+    """The sums of the high and the low parts of a block's integer terms, as int64."""
+    raise NotImplementedError
+
+
+@overload(block_terms, jit_options=_FORCE)
+def _block_terms(p, count, a, b):
+    integer = np.int32 if a == types.float32 else np.int64
+
+    def terms(p, count, a, b):
+        high_sum, low_sum = np.int64(0), np.int64(0)
+        for start in range(0, count, PARTIAL):
+            high, low = integer(0), integer(0)
+            for i in range(start, min(start + PARTIAL, count)):
+                h, v = split_term(load(p, i) * a, b)
+                high = integer(high + h)
+                low = integer(low + v)
+            high_sum += high
+            low_sum += low
+        return high_sum, low_sum
+
+    return terms
+
+
+@device_function
+def block_special(p, count, state):
+    """Note non-finite terms: bit 0 a positive infinity, bit 1 a negative one, both bits also for a NaN."""
+    for i in range(count):
+        x = load(p, i)
+        if not (x - x == x - x):
+            state |= 1 if x > 0 else (2 if x < 0 else 3)
+    return state
+
+
+def special_value(state: Any, like: Any) -> Any:
+    """What IEEE addition gives in any order, from the bits that `block_special` collected."""
+    raise NotImplementedError
+
+
+@overload(special_value, jit_options=_FORCE)
+def _special_value(state, like):
+    if like == types.float32:
+        return lambda state, like: _NAN_32 if state == 3 else (_INF_32 if state == 1 else -_INF_32)
+    return lambda state, like: _NAN_64 if state == 3 else (_INF_64 if state == 1 else -_INF_64)

@@ -1,0 +1,104 @@
+"""Which kernel serves an operation on a device for a dtype, and how to add one.
+
+    class MyKernel(isograd.Kernel): ...
+    isograd.register_kernel("softmax", "cpu", "float32", MyKernel(), priority=10)
+
+The kernel with the highest priority that does not reject a descriptor is chosen; the library's own have priority 0.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from isograd.errors import InvalidProblemError, UnsupportedError
+
+if TYPE_CHECKING:
+    from isograd.plan import Descriptor, Kernel
+
+
+class Entry(NamedTuple):
+    """One line of the registry."""
+
+    operation: str
+    device: str
+    dtype: str
+    kernel: Kernel
+    priority: int
+
+
+# A family registers its kernels when its plans module is imported.
+_FAMILIES = ("isograd.softmax.plans",)
+_entries: list[Entry] = []
+_lock = threading.Lock()
+_generation = 0
+
+
+def register_kernel(operation: str, device: str, dtype: str, kernel: Kernel, *, priority: int = 0) -> None:
+    """Let `kernel` serve an operation on a device for a dtype; the same name registered again replaces the old one."""
+    from isograd.plan import DTYPES, Kernel
+
+    if not isinstance(kernel, Kernel):
+        raise InvalidProblemError(f"register_kernel: kernel is {type(kernel).__name__}; expected an isograd.Kernel")
+    if dtype not in DTYPES:
+        raise InvalidProblemError(f"register_kernel: dtype is {dtype!r}; accepted: {', '.join(DTYPES)}")
+    entry = Entry(operation, device, dtype, kernel, priority)
+    global _generation
+    with _lock:
+        _entries[:] = [e for e in _entries if (*e[:3], e.kernel.name) != (*entry[:3], kernel.name)]
+        _entries.append(entry)
+        _entries.sort(key=lambda e: -e.priority)
+        _generation += 1
+
+
+def unregister_kernel(operation: str, device: str, dtype: str, name: str) -> None:
+    """Take a kernel out again."""
+    global _generation
+    with _lock:
+        remaining = [e for e in _entries if (*e[:3], e.kernel.name) != (operation, device, dtype, name)]
+        if len(remaining) == len(_entries):
+            raise InvalidProblemError(
+                f"unregister_kernel: no kernel {name!r} is registered for {operation} on {device} in {dtype}"
+            )
+        _entries[:] = remaining
+        _generation += 1
+
+
+def generation() -> int:
+    """A number that changes with the registry, for caches of plans."""
+    return _generation
+
+
+def kernels() -> list[Entry]:
+    """Every registered kernel, in the order of choice."""
+    for family in _FAMILIES:
+        importlib.import_module(family)
+    return list(_entries)
+
+
+def find_kernel(descriptor: Descriptor, device: str, preference: str | None) -> Any:
+    """The kernel for a validated descriptor, or UnsupportedError with each candidate's reason."""
+    problem = (descriptor.operation, device, descriptor.dtype)
+    entries = kernels()
+    candidates = [e.kernel for e in entries if e[:3] == problem]
+    if preference is not None:
+        names = [kernel.name for kernel in candidates]
+        candidates = [kernel for kernel in candidates if kernel.name == preference]
+        if not candidates:
+            raise UnsupportedError(
+                f"{descriptor.operation}: preference is {preference!r}; registered for {descriptor.dtype} on {device}: "
+                f"{names or 'nothing'}"
+            )
+    reasons = []
+    for kernel in candidates:
+        reason = kernel.reject(descriptor)
+        if reason is None:
+            return kernel
+        reasons.append(f"{kernel.name}: {reason}")
+    if reasons:
+        raise UnsupportedError(f"{descriptor.operation}: no kernel takes {descriptor}: {'; '.join(reasons)}")
+    devices = sorted({e.device for e in entries if e.operation == descriptor.operation})
+    raise UnsupportedError(
+        f"{descriptor.operation}: no kernel for {descriptor.dtype} on {device!r}; devices with one: {devices}"
+    )

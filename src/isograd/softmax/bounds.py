@@ -1,0 +1,126 @@
+"""The error bounds that plans of the softmax family promise, as formulas that can be evaluated.
+
+Notation: u is half an ulp of 1 in the work type (2**-24, or 2**-53 for float64), q the quantum of a sum, n the length of
+the axis, η half of the work type's smallest subnormal. Where a result or an intermediate term overflows, the bound is
+infinite.
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isograd.numerics import constants as c
+from isograd.plan import ErrorBound
+from isograd.softmax import reference as ref
+
+Floats = NDArray[Any]
+
+# precision, exponent of the smallest normal number, largest finite number
+_FORMATS = {
+    "float16": (11, -14, 65504.0),
+    "bfloat16": (8, -126, 3.3895313892515355e38),
+    "float32": (24, -126, 3.4028234663852886e38),
+    "float64": (53, -1022, 1.7976931348623157e308),
+}
+
+
+def ulp(x: Floats, dtype: str) -> Floats:
+    """The spacing of the numbers of `dtype` around x, which is given in a wider type."""
+    precision, least, _ = _FORMATS[dtype]
+    _, exponent = np.frexp(np.abs(x))
+    return np.asarray(np.ldexp(np.ones_like(x), np.maximum(exponent - 1, least) - precision + 1))
+
+
+def _work(dtype: str) -> tuple[float, int, float, float]:
+    """(u, bits of the quantum, η, largest finite number) of the work type."""
+    if dtype == "float64":
+        return 2.0**-53, c.QUANTUM_BITS + c.LIMB_SHIFT_64, 0.0, _FORMATS["float64"][2]
+    return 2.0**-24, c.QUANTUM_BITS, 2.0**-150, _FORMATS["float32"][2]
+
+
+def _exponential_error(n: int, dtype: str) -> float:
+    """The absolute error that quanta cause in a sum of n exponentials: one rounding a term, two where its own
+    rounding error is summed as well."""
+    if dtype in ("float16", "bfloat16"):
+        return n * 2.0 ** -((c.SHORT_QUANTUM_BITS if n <= c.SHORT_ROW else c.QUANTUM_BITS) + 1)
+    return n * 2.0 ** -_work(dtype)[1]
+
+
+_SHORT_RELATIVE = 2.0**-15
+
+
+def _softmax(dtype: str, x: Floats, axis: int = -1) -> Floats:
+    y = ref.oracle_softmax(x, axis)
+    quanta = _exponential_error(x.shape[axis], dtype) * y
+    if dtype in ("float16", "bfloat16"):
+        return ulp(y, dtype) / 2 + _SHORT_RELATIVE * y + quanta
+    return 2 * ulp(y, dtype) + quanta
+
+
+def _log_softmax(dtype: str, x: Floats, axis: int = -1) -> Floats:
+    y = ref.oracle_log_softmax(x, axis)
+    quanta = _exponential_error(x.shape[axis], dtype)
+    if dtype in ("float16", "bfloat16"):
+        bound = ulp(y, dtype) / 2 + _SHORT_RELATIVE * np.abs(y) + quanta
+    else:
+        bound = 2 * ulp(y, dtype) + quanta
+    return np.where(np.abs(y) > _FORMATS[dtype][2], np.inf, bound)
+
+
+def _sum_bound(terms: Floats, dtype: str, axis: int) -> Floats:
+    """count · q / 2, q from the largest term."""
+    _, bits, _, largest = _work(dtype)
+    top = np.max(np.abs(terms), axis=axis, keepdims=True, initial=0)
+    _, exponent = np.frexp(top)
+    least = -1022 if dtype == "float64" else -126
+    q = np.ldexp(np.ones_like(top), np.maximum(exponent - 1, least) - bits)
+    return np.where(top > largest, np.inf, terms.shape[axis] * q / 2)
+
+
+def _softmax_backward(dtype: str, dy: Floats, y: Floats, axis: int = -1) -> Floats:
+    u, _, eta, largest = _work(dtype)
+    with np.errstate(all="ignore"):
+        a, b = np.abs(y.astype(np.longdouble)), np.abs(dy.astype(np.longdouble))
+        total = (a * b).sum(axis=axis, keepdims=True)
+        dx = ref.oracle_softmax_backward(dy, y, axis)
+        bound = 4 * u * a * (b + total) + a * (_sum_bound(a * b, dtype, axis) + y.shape[axis] * eta)
+        bound = bound + ulp(dx, dtype) / 2
+        return np.where((b + total > largest) | (np.abs(dx) > _FORMATS[dtype][2]), np.inf, bound)
+
+
+def _log_softmax_backward(dtype: str, dy: Floats, y: Floats, axis: int = -1) -> Floats:
+    u, _, eta, largest = _work(dtype)
+    with np.errstate(all="ignore"):
+        e, b = np.exp(y.astype(np.longdouble)), np.abs(dy.astype(np.longdouble))
+        total = b.sum(axis=axis, keepdims=True)
+        dx = ref.oracle_log_softmax_backward(dy, y, axis)
+        # An exp(y) below the smallest normal number is off by up to a spacing of the subnormals, 2η.
+        bound = 4 * u * (b + e * total) + e * _sum_bound(b, dtype, axis) + 2 * eta * total + ulp(dx, dtype) / 2
+        return np.where((e * total > largest) | (total > largest) | (np.abs(dx) > _FORMATS[dtype][2]), np.inf, bound)
+
+
+_EVALUATE = {
+    "softmax": _softmax,
+    "log_softmax": _log_softmax,
+    "softmax_backward": _softmax_backward,
+    "log_softmax_backward": _log_softmax_backward,
+}
+_FORMULAS = {
+    "softmax": "2 ulp(y) + n·q·y",
+    "log_softmax": "2 ulp(y) + n·q",
+    "softmax_backward": "4u·|y|·(|dy| + Σ|y·dy|) + |y|·n·(q/2 + η) + ulp(dx)/2",
+    "log_softmax_backward": "4u·(|dy| + e^y·Σ|dy|) + e^y·n·q/2 + 2η·Σ|dy| + ulp(dx)/2",
+}
+_SHORT_FORMULAS = {
+    "softmax": "ulp(y)/2 + (2^-15 + n·q/2)·y",
+    "log_softmax": "ulp(y)/2 + 2^-15·|y| + n·q/2",
+}
+
+
+def error_bound(operation: str, dtype: str) -> ErrorBound:
+    """The bound of an operation; call it with the operation's inputs and `axis`."""
+    short = dtype in ("float16", "bfloat16")
+    formula = _SHORT_FORMULAS.get(operation, _FORMULAS[operation]) if short else _FORMULAS[operation]
+    return ErrorBound(formula, functools.partial(_EVALUATE[operation], dtype))

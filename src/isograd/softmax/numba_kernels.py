@@ -1,0 +1,505 @@
+"""The softmax family on the CPU.
+
+Every operation comes in two orders of walking through memory, with the same arithmetic. `*_rows` takes one row of
+the reduced axis after the other, in blocks that stay in the first-level cache. `*_lanes` serves a reduction over a
+non-last axis: a tile of neighbouring rows advances together, so that memory is read in order.
+
+A row costs two or three passes over memory; the later ones find it in the cache.
+"""
+
+import numpy as np
+
+from isograd.numerics.numba_compile import device_function, kernel
+from isograd.numerics.numba_memory import (
+    BLOCK,
+    LANES,
+    load,
+    load_block,
+    pointer,
+    row_offset,
+    stack_block,
+    stack_lanes,
+    store,
+    store_block,
+    work_zero,
+)
+from isograd.numerics.numba_ops import (
+    add_limbs,
+    exp,
+    fma,
+    from_key,
+    magnitude_key,
+    max_key,
+    split_term,
+    wide_to_float,
+)
+from isograd.numerics.numba_sum import (
+    PARTIAL,
+    block_magnitude,
+    block_special,
+    block_terms,
+    is_finite_key,
+    special_value,
+    sum_scale,
+)
+from isograd.softmax.numba_steps import (
+    error_term,
+    exponential,
+    exponential_block,
+    is_short,
+    limb_shift,
+    log_probability,
+    log_sum,
+    lowest_key,
+    quotient,
+    reciprocal,
+    term_scale,
+    work_nan,
+)
+
+
+# --- one row after the other ----------------------------------------------------------------------------------------------
+@device_function
+def _block_maximum(block, count, key):
+    for i in range(count):
+        k = max_key(load(block, i))
+        key = k if k > key else key
+    return key
+
+
+@device_function
+def _row_maximum(x, offset, stride, n, block, like):
+    key = lowest_key(like)
+    for start in range(0, n, BLOCK):
+        count = min(n - start, BLOCK)
+        load_block(x, offset + start * stride, stride, count, block)
+        key = _block_maximum(block, count, key)
+    return from_key(key)
+
+
+@device_function
+def _fill_nan(y, offset, stride, n, block, like):
+    for i in range(BLOCK):
+        store(block, i, work_nan(like))
+    for start in range(0, n, BLOCK):
+        store_block(y, offset + start * stride, stride, min(n - start, BLOCK), block)
+
+
+@kernel
+def softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n, x_stride, y_stride, start, stop):
+    x, y = pointer(x_address, like), pointer(y_address, like)
+    block = stack_block(work_zero(like))
+    scale = term_scale(n, like)
+    for row in range(start, stop):
+        xo, yo = row_offset(row, shape, x_strides), row_offset(row, shape, y_strides)
+        m = _row_maximum(x, xo, x_stride, n, block, like)
+        if not (m - m == m - m):
+            _fill_nan(y, yo, y_stride, n, block, like)
+            continue
+        hi, lo = np.int64(0), np.uint64(0)
+        for j in range(0, n, BLOCK):
+            count = min(n - j, BLOCK)
+            if n > BLOCK:
+                load_block(x, xo + j * x_stride, x_stride, count, block)
+            high, low = exponential_block(block, count, m, scale, like)
+            hi, lo = add_limbs(hi, lo, high, low, limb_shift(like))
+            if n > BLOCK and not is_short(like):
+                store_block(y, yo + j * y_stride, y_stride, count, block)
+        r, r_low = reciprocal(hi, lo, n, like)
+        for j in range(0, n, BLOCK):
+            count = min(n - j, BLOCK)
+            if n > BLOCK:
+                if is_short(like):
+                    load_block(x, xo + j * x_stride, x_stride, count, block)
+                    for i in range(count):
+                        store(block, i, exponential(load(block, i), m, like)[0])
+                else:
+                    load_block(y, yo + j * y_stride, y_stride, count, block)
+            for i in range(count):
+                store(block, i, quotient(load(block, i), r, r_low, like))
+            store_block(y, yo + j * y_stride, y_stride, count, block)
+
+
+@kernel
+def log_softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n, x_stride, y_stride, start, stop):
+    x, y = pointer(x_address, like), pointer(y_address, like)
+    block = stack_block(work_zero(like))
+    scale = term_scale(n, like)
+    for row in range(start, stop):
+        xo, yo = row_offset(row, shape, x_strides), row_offset(row, shape, y_strides)
+        m = _row_maximum(x, xo, x_stride, n, block, like)
+        if not (m - m == m - m):
+            _fill_nan(y, yo, y_stride, n, block, like)
+            continue
+        hi, lo = np.int64(0), np.uint64(0)
+        for j in range(0, n, BLOCK):
+            count = min(n - j, BLOCK)
+            load_block(x, xo + j * x_stride, x_stride, count, block)
+            high, low = exponential_block(block, count, m, scale, like)
+            hi, lo = add_limbs(hi, lo, high, low, limb_shift(like))
+        top, middle, rest = log_sum(hi, lo, n, m, like)
+        for j in range(0, n, BLOCK):
+            count = min(n - j, BLOCK)
+            load_block(x, xo + j * x_stride, x_stride, count, block)
+            for i in range(count):
+                store(block, i, log_probability(load(block, i), m, top, middle, rest, like))
+            store_block(y, yo + j * y_stride, y_stride, count, block)
+
+
+@device_function
+def _multiply(p, q, count, out):
+    for i in range(count):
+        store(out, i, load(p, i) * load(q, i))
+
+
+@kernel
+def softmax_backward_rows(
+    like, dy_address, y_address, dx_address, shape, dy_strides, y_strides, dx_strides, n,
+    dy_stride, y_stride, dx_stride, start, stop,
+):  # fmt: skip
+    dy, y, dx = pointer(dy_address, like), pointer(y_address, like), pointer(dx_address, like)
+    zero = work_zero(like)
+    a, b, p = stack_block(zero), stack_block(zero), stack_block(zero)
+    for row in range(start, stop):
+        dyo, yo = row_offset(row, shape, dy_strides), row_offset(row, shape, y_strides)
+        dxo = row_offset(row, shape, dx_strides)
+        key = magnitude_key(zero)
+        for j in range(0, n, BLOCK):
+            count = min(n - j, BLOCK)
+            load_block(dy, dyo + j * dy_stride, dy_stride, count, a)
+            load_block(y, yo + j * y_stride, y_stride, count, b)
+            _multiply(a, b, count, p)
+            key = block_magnitude(p, count, key)
+        finite = is_finite_key(key)
+        first, second, exponent = sum_scale(key)
+        hi, lo, special = np.int64(0), np.uint64(0), np.int64(0)
+        for j in range(0, n, BLOCK):
+            count = min(n - j, BLOCK)
+            if n > BLOCK:
+                load_block(dy, dyo + j * dy_stride, dy_stride, count, a)
+                load_block(y, yo + j * y_stride, y_stride, count, b)
+                _multiply(a, b, count, p)
+            if finite:
+                high, low = block_terms(p, count, first, second)
+                hi, lo = add_limbs(hi, lo, high, low, limb_shift(like))
+            else:
+                special = block_special(p, count, special)
+        s = wide_to_float(hi, lo, exponent, zero) if finite else special_value(special, zero)
+        for j in range(0, n, BLOCK):
+            count = min(n - j, BLOCK)
+            if n > BLOCK:
+                load_block(dy, dyo + j * dy_stride, dy_stride, count, a)
+                load_block(y, yo + j * y_stride, y_stride, count, b)
+            for i in range(count):
+                store(p, i, load(b, i) * (load(a, i) - s))
+            store_block(dx, dxo + j * dx_stride, dx_stride, count, p)
+
+
+@kernel
+def log_softmax_backward_rows(
+    like, dy_address, y_address, dx_address, shape, dy_strides, y_strides, dx_strides, n,
+    dy_stride, y_stride, dx_stride, start, stop,
+):  # fmt: skip
+    dy, y, dx = pointer(dy_address, like), pointer(y_address, like), pointer(dx_address, like)
+    zero = work_zero(like)
+    a, b = stack_block(zero), stack_block(zero)
+    for row in range(start, stop):
+        dyo, yo = row_offset(row, shape, dy_strides), row_offset(row, shape, y_strides)
+        dxo = row_offset(row, shape, dx_strides)
+        key = magnitude_key(zero)
+        for j in range(0, n, BLOCK):
+            count = min(n - j, BLOCK)
+            load_block(dy, dyo + j * dy_stride, dy_stride, count, a)
+            key = block_magnitude(a, count, key)
+        finite = is_finite_key(key)
+        first, second, exponent = sum_scale(key)
+        hi, lo, special = np.int64(0), np.uint64(0), np.int64(0)
+        for j in range(0, n, BLOCK):
+            count = min(n - j, BLOCK)
+            if n > BLOCK:
+                load_block(dy, dyo + j * dy_stride, dy_stride, count, a)
+            if finite:
+                high, low = block_terms(a, count, first, second)
+                hi, lo = add_limbs(hi, lo, high, low, limb_shift(like))
+            else:
+                special = block_special(a, count, special)
+        s = wide_to_float(hi, lo, exponent, zero) if finite else special_value(special, zero)
+        for j in range(0, n, BLOCK):
+            count = min(n - j, BLOCK)
+            if n > BLOCK:
+                load_block(dy, dyo + j * dy_stride, dy_stride, count, a)
+            load_block(y, yo + j * y_stride, y_stride, count, b)
+            for i in range(count):
+                store(b, i, fma(-exp(load(b, i)), s, load(a, i)))
+            store_block(dx, dxo + j * dx_stride, dx_stride, count, b)
+
+
+# --- a tile of neighbouring rows at a time --------------------------------------------------------------------------------
+@device_function
+def _tile(index, lanes, shape, strides):
+    """The offset of a tile; tiles of the contiguous dimension are counted fastest."""
+    tiles = (lanes + LANES - 1) // LANES
+    outer = index // tiles
+    return row_offset(outer, shape, strides) + (index - outer * tiles) * LANES
+
+
+@device_function
+def _tile_width(index, lanes):
+    tiles = (lanes + LANES - 1) // LANES
+    return min(lanes - (index - (index // tiles) * tiles) * LANES, LANES)
+
+
+@device_function
+def _fold_lanes(high, low, hi, lo, count, like):
+    """Move the partial sums of every lane into its 128-bit sum."""
+    for i in range(count):
+        h, v = add_limbs(load(hi, i), load(lo, i), np.int64(load(high, i)), np.int64(load(low, i)), limb_shift(like))
+        store(hi, i, h)
+        store(lo, i, v)
+        store(high, i, load(high, i) ^ load(high, i))
+        store(low, i, load(low, i) ^ load(low, i))
+
+
+@device_function
+def _clear_lanes(high, low, hi, lo, zero, count):
+    for i in range(count):
+        store(high, i, zero)
+        store(low, i, zero)
+        store(hi, i, np.int64(0))
+        store(lo, i, np.uint64(0))
+
+
+@device_function
+def _lane_maximum(x, offset, stride, n, count, block, key, m, like):
+    for i in range(count):
+        store(key, i, lowest_key(like))
+    for j in range(n):
+        load_block(x, offset + j * stride, 1, count, block)
+        for i in range(count):
+            k = max_key(load(block, i))
+            store(key, i, k if k > load(key, i) else load(key, i))
+    for i in range(count):
+        store(m, i, from_key(load(key, i)))
+
+
+@device_function
+def _lane_exponential_sums(x, offset, stride, n, count, block, m, high, low, hi, lo, y, y_offset, y_stride, keep, like):
+    """Sum the exponentials of every lane; with `keep` they stay in y."""
+    scale = term_scale(n, like)
+    for j in range(n):
+        load_block(x, offset + j * stride, 1, count, block)
+        for i in range(count):
+            e, error = exponential(load(block, i), load(m, i), like)
+            store(block, i, e)
+            h, v = split_term(e, scale)
+            store(high, i, h + load(high, i))
+            store(low, i, v + error_term(error, like) + load(low, i))
+        if keep:
+            store_block(y, y_offset + j * y_stride, 1, count, block)
+        if j % PARTIAL == PARTIAL - 1:
+            _fold_lanes(high, low, hi, lo, count, like)
+    _fold_lanes(high, low, hi, lo, count, like)
+
+
+@kernel
+def softmax_lanes(like, x_address, y_address, shape, x_strides, y_strides, lanes, n, x_stride, y_stride, start, stop):
+    x, y = pointer(x_address, like), pointer(y_address, like)
+    zero, integer = work_zero(like), lowest_key(like)
+    block, m, r, r_low = stack_lanes(zero), stack_lanes(zero), stack_lanes(zero), stack_lanes(zero)
+    key, high, low = stack_lanes(integer), stack_lanes(integer), stack_lanes(integer)
+    hi, lo = stack_lanes(np.int64(0)), stack_lanes(np.uint64(0))
+    for index in range(start, stop):
+        xo, yo = _tile(index, lanes, shape, x_strides), _tile(index, lanes, shape, y_strides)
+        count = _tile_width(index, lanes)
+        _lane_maximum(x, xo, x_stride, n, count, block, key, m, like)
+        _clear_lanes(high, low, hi, lo, integer ^ integer, count)
+        keep = not is_short(like)
+        _lane_exponential_sums(
+            x, xo, x_stride, n, count, block, m, high, low, hi, lo, y, yo, y_stride, keep, like
+        )  # fmt: skip
+        for i in range(count):
+            first, second = reciprocal(load(hi, i), load(lo, i), n, like)
+            valid = load(m, i) - load(m, i) == load(m, i) - load(m, i)
+            store(r, i, first if valid else work_nan(like))
+            store(r_low, i, second)
+        for j in range(n):
+            if is_short(like):
+                load_block(x, xo + j * x_stride, 1, count, block)
+                for i in range(count):
+                    store(block, i, exponential(load(block, i), load(m, i), like)[0])
+            else:
+                load_block(y, yo + j * y_stride, 1, count, block)
+            for i in range(count):
+                store(block, i, quotient(load(block, i), load(r, i), load(r_low, i), like))
+            store_block(y, yo + j * y_stride, 1, count, block)
+
+
+@kernel
+def log_softmax_lanes(
+    like, x_address, y_address, shape, x_strides, y_strides, lanes, n, x_stride, y_stride, start, stop
+):
+    x, y = pointer(x_address, like), pointer(y_address, like)
+    zero, integer = work_zero(like), lowest_key(like)
+    block, m = stack_lanes(zero), stack_lanes(zero)
+    top, middle, rest = stack_lanes(zero), stack_lanes(zero), stack_lanes(zero)
+    key, high, low = stack_lanes(integer), stack_lanes(integer), stack_lanes(integer)
+    hi, lo = stack_lanes(np.int64(0)), stack_lanes(np.uint64(0))
+    for index in range(start, stop):
+        xo, yo = _tile(index, lanes, shape, x_strides), _tile(index, lanes, shape, y_strides)
+        count = _tile_width(index, lanes)
+        _lane_maximum(x, xo, x_stride, n, count, block, key, m, like)
+        _clear_lanes(high, low, hi, lo, integer ^ integer, count)
+        _lane_exponential_sums(
+            x, xo, x_stride, n, count, block, m, high, low, hi, lo, y, yo, y_stride, False, like
+        )  # fmt: skip
+        for i in range(count):
+            first, second, third = log_sum(load(hi, i), load(lo, i), n, load(m, i), like)
+            valid = load(m, i) - load(m, i) == load(m, i) - load(m, i)
+            store(top, i, first if valid else work_nan(like))
+            store(middle, i, second)
+            store(rest, i, third)
+        for j in range(n):
+            load_block(x, xo + j * x_stride, 1, count, block)
+            for i in range(count):
+                store(
+                    block,
+                    i,
+                    log_probability(load(block, i), load(m, i), load(top, i), load(middle, i), load(rest, i), like),
+                )
+            store_block(y, yo + j * y_stride, 1, count, block)
+
+
+@device_function
+def _lane_scales(key, first, second, exponent, count):
+    for i in range(count):
+        a, b, k = sum_scale(load(key, i))
+        store(first, i, a)
+        store(second, i, b)
+        store(exponent, i, k)
+
+
+@device_function
+def _lane_terms(p, count, first, second, high, low):
+    for i in range(count):
+        h, v = split_term(load(p, i) * load(first, i), load(second, i))
+        store(high, i, h + load(high, i))
+        store(low, i, v + load(low, i))
+
+
+@device_function
+def _note_special(p, count, special):
+    for i in range(count):
+        x = load(p, i)
+        state = load(special, i)
+        state = state if x - x == x - x else state | np.int64(1 if x > 0 else (2 if x < 0 else 3))
+        store(special, i, state)
+
+
+@device_function
+def _lane_sums(key, special, hi, lo, exponent, s, count, zero):
+    for i in range(count):
+        if is_finite_key(load(key, i)):
+            store(s, i, wide_to_float(load(hi, i), load(lo, i), load(exponent, i), zero))
+        else:
+            store(s, i, special_value(load(special, i), zero))
+
+
+@device_function
+def _lane_magnitude(p, count, key):
+    for i in range(count):
+        k = magnitude_key(load(p, i))
+        store(key, i, k if k > load(key, i) else load(key, i))
+
+
+@device_function
+def _all_finite(key, count):
+    finite = True
+    for i in range(count):
+        finite &= is_finite_key(load(key, i))
+    return finite
+
+
+@kernel
+def softmax_backward_lanes(
+    like, dy_address, y_address, dx_address, shape, dy_strides, y_strides, dx_strides, lanes, n,
+    dy_stride, y_stride, dx_stride, start, stop,
+):  # fmt: skip
+    dy, y, dx = pointer(dy_address, like), pointer(y_address, like), pointer(dx_address, like)
+    zero, integer = work_zero(like), magnitude_key(work_zero(like))
+    a, b, p, s = stack_lanes(zero), stack_lanes(zero), stack_lanes(zero), stack_lanes(zero)
+    first, second = stack_lanes(zero), stack_lanes(zero)
+    key, high, low = stack_lanes(integer), stack_lanes(integer), stack_lanes(integer)
+    exponent, special = stack_lanes(np.int64(0)), stack_lanes(np.int64(0))
+    hi, lo = stack_lanes(np.int64(0)), stack_lanes(np.uint64(0))
+    for index in range(start, stop):
+        dyo, yo = _tile(index, lanes, shape, dy_strides), _tile(index, lanes, shape, y_strides)
+        dxo, count = _tile(index, lanes, shape, dx_strides), _tile_width(index, lanes)
+        _clear_lanes(high, low, hi, lo, integer, count)
+        for i in range(count):
+            store(key, i, integer)
+            store(special, i, np.int64(0))
+        for j in range(n):
+            load_block(dy, dyo + j * dy_stride, 1, count, a)
+            load_block(y, yo + j * y_stride, 1, count, b)
+            _multiply(a, b, count, p)
+            _lane_magnitude(p, count, key)
+        _lane_scales(key, first, second, exponent, count)
+        finite = _all_finite(key, count)
+        for j in range(n):
+            load_block(dy, dyo + j * dy_stride, 1, count, a)
+            load_block(y, yo + j * y_stride, 1, count, b)
+            _multiply(a, b, count, p)
+            _lane_terms(p, count, first, second, high, low)
+            if not finite:
+                _note_special(p, count, special)
+            if j % PARTIAL == PARTIAL - 1:
+                _fold_lanes(high, low, hi, lo, count, like)
+        _fold_lanes(high, low, hi, lo, count, like)
+        _lane_sums(key, special, hi, lo, exponent, s, count, zero)
+        for j in range(n):
+            load_block(dy, dyo + j * dy_stride, 1, count, a)
+            load_block(y, yo + j * y_stride, 1, count, b)
+            for i in range(count):
+                store(p, i, load(b, i) * (load(a, i) - load(s, i)))
+            store_block(dx, dxo + j * dx_stride, 1, count, p)
+
+
+@kernel
+def log_softmax_backward_lanes(
+    like, dy_address, y_address, dx_address, shape, dy_strides, y_strides, dx_strides, lanes, n,
+    dy_stride, y_stride, dx_stride, start, stop,
+):  # fmt: skip
+    dy, y, dx = pointer(dy_address, like), pointer(y_address, like), pointer(dx_address, like)
+    zero, integer = work_zero(like), magnitude_key(work_zero(like))
+    a, b, s = stack_lanes(zero), stack_lanes(zero), stack_lanes(zero)
+    first, second = stack_lanes(zero), stack_lanes(zero)
+    key, high, low = stack_lanes(integer), stack_lanes(integer), stack_lanes(integer)
+    exponent, special = stack_lanes(np.int64(0)), stack_lanes(np.int64(0))
+    hi, lo = stack_lanes(np.int64(0)), stack_lanes(np.uint64(0))
+    for index in range(start, stop):
+        dyo, yo = _tile(index, lanes, shape, dy_strides), _tile(index, lanes, shape, y_strides)
+        dxo, count = _tile(index, lanes, shape, dx_strides), _tile_width(index, lanes)
+        _clear_lanes(high, low, hi, lo, integer, count)
+        for i in range(count):
+            store(key, i, integer)
+            store(special, i, np.int64(0))
+        for j in range(n):
+            load_block(dy, dyo + j * dy_stride, 1, count, a)
+            _lane_magnitude(a, count, key)
+        _lane_scales(key, first, second, exponent, count)
+        finite = _all_finite(key, count)
+        for j in range(n):
+            load_block(dy, dyo + j * dy_stride, 1, count, a)
+            _lane_terms(a, count, first, second, high, low)
+            if not finite:
+                _note_special(a, count, special)
+            if j % PARTIAL == PARTIAL - 1:
+                _fold_lanes(high, low, hi, lo, count, like)
+        _fold_lanes(high, low, hi, lo, count, like)
+        _lane_sums(key, special, hi, lo, exponent, s, count, zero)
+        for j in range(n):
+            load_block(dy, dyo + j * dy_stride, 1, count, a)
+            load_block(y, yo + j * y_stride, 1, count, b)
+            for i in range(count):
+                store(b, i, fma(-exp(load(b, i)), load(s, i), load(a, i)))
+            store_block(dx, dxo + j * dx_stride, 1, count, b)

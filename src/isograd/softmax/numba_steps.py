@@ -1,0 +1,237 @@
+"""Steps of the softmax family's CPU kernels, where the widths differ.
+
+float16 and bfloat16 take the shorter exponential and a plain reciprocal; float32 and float64 carry the rounding error
+of each exponential and of the reciprocal along. `like` is a value of the storage type, for overload resolution alone.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from isograd.numerics import constants as c
+from isograd.numerics.numba_compile import device_function
+from isograd.numerics.numba_memory import load, store, work_zero
+from isograd.numerics.numba_ops import (
+    add_limbs,
+    exp_of_difference,
+    exp_short,
+    fma,
+    log1p_pair,
+    round_term,
+    split_term,
+    two_sum,
+    wide_to_float,
+    wide_to_pair,
+)
+from isograd.numerics.numba_sum import PARTIAL
+
+_FORCE = {"forceinline": True}
+_ONE_32, _ONE_64 = np.float32(1), np.float64(1)
+_SHIFT_32 = c.QUANTUM_BITS - c.EXP_SCALE_32
+_SHIFT_64 = c.QUANTUM_BITS + c.LIMB_SHIFT_64 - c.EXP_SCALE_64
+_TERM_32, _ERROR_32 = np.float32(2.0 ** (_SHIFT_32 - c.LIMB_SHIFT_32)), np.float32(2.0**_SHIFT_32)
+_TERM_64, _ERROR_64 = np.float64(2.0 ** (_SHIFT_64 - c.LIMB_SHIFT_64)), np.float64(2.0**_SHIFT_64)
+_DOWN_32, _DOWN_64 = np.float32(2.0**-c.EXP_SCALE_32), np.float64(2.0**-c.EXP_SCALE_64)
+_SHORT = (types.int16, types.uint16)
+
+
+# --- what differs between the widths ------------------------------------------------------------------------------------
+def is_short(like: Any) -> Any:
+    raise NotImplementedError
+
+
+@overload(is_short, jit_options=_FORCE)
+def _is_short(like):
+    short = like in _SHORT
+    return lambda like: short
+
+
+def limb_shift(like: Any) -> Any:
+    raise NotImplementedError
+
+
+@overload(limb_shift, jit_options=_FORCE)
+def _limb_shift(like):
+    shift = c.LIMB_SHIFT_64 if like == types.float64 else c.LIMB_SHIFT_32
+    return lambda like: np.int64(shift)
+
+
+def exponential(x: Any, m: Any, like: Any) -> Any:
+    """exp(x - m), scaled, and its rounding error."""
+    raise NotImplementedError
+
+
+@overload(exponential, jit_options=_FORCE)
+def _exponential(x, m, like):
+    if like in _SHORT:
+        return lambda x, m, like: (exp_short(x - m), np.float32(0))
+    return lambda x, m, like: exp_of_difference(x, m)
+
+
+def term_scale(n: Any, like: Any) -> Any:
+    """The factor that split_term needs to cut a scaled exponential into units of the quantum."""
+    raise NotImplementedError
+
+
+@overload(term_scale, jit_options=_FORCE)
+def _term_scale(n, like):
+    if like in _SHORT:
+        coarse = np.float32(2.0**-c.LIMB_SHIFT_32)
+        fine = np.float32(2.0 ** (c.QUANTUM_BITS - c.SHORT_QUANTUM_BITS - c.LIMB_SHIFT_32))
+        return lambda n, like: coarse if n <= c.SHORT_ROW else fine
+    return (lambda n, like: _TERM_32) if like == types.float32 else (lambda n, like: _TERM_64)
+
+
+def error_term(error: Any, like: Any) -> Any:
+    raise NotImplementedError
+
+
+@overload(error_term, jit_options=_FORCE)
+def _error_term(error, like):
+    if like in _SHORT:
+        return lambda error, like: np.int32(0)
+    if like == types.float32:
+        return lambda error, like: round_term(error, _ERROR_32)
+    return lambda error, like: round_term(error, _ERROR_64)
+
+
+def quantum_bits(n: Any, like: Any) -> Any:
+    raise NotImplementedError
+
+
+@overload(quantum_bits, jit_options=_FORCE)
+def _quantum_bits(n, like):
+    if like in _SHORT:
+        return lambda n, like: np.int64(c.SHORT_QUANTUM_BITS if n <= c.SHORT_ROW else c.QUANTUM_BITS)
+    bits = c.QUANTUM_BITS + (c.LIMB_SHIFT_64 if like == types.float64 else 0)
+    return lambda n, like: np.int64(bits)
+
+
+def reciprocal(hi: Any, lo: Any, n: Any, like: Any) -> Any:
+    """1 / sum as an unevaluated pair, with the scale of the exponentials taken out where that is exact."""
+    raise NotImplementedError
+
+
+@device_function
+def reciprocal_pair(s, rest, one):
+    r = one / s
+    return r, fma(-r, rest, fma(-r, s, one)) * r
+
+
+@overload(reciprocal, jit_options=_FORCE)
+def _reciprocal(hi, lo, n, like):
+    if like in _SHORT:
+
+        def short(hi, lo, n, like):
+            s = wide_to_float(hi, lo, c.SHORT_QUANTUM_BITS - quantum_bits(n, like), _ONE_32)
+            return _ONE_32 / s, np.float32(0)
+
+        return short
+    if like == types.float32:
+
+        def full_32(hi, lo, n, like):
+            s, rest = wide_to_pair(hi, lo, -quantum_bits(n, like), _ONE_32)
+            r, r_low = reciprocal_pair(s, rest, _ONE_32)
+            return r * _DOWN_32, r_low * _DOWN_32
+
+        return full_32
+
+    def full_64(hi, lo, n, like):
+        s, rest = wide_to_pair(hi, lo, -quantum_bits(n, like), _ONE_64)
+        return reciprocal_pair(s, rest, _ONE_64)
+
+    return full_64
+
+
+def quotient(e: Any, r: Any, r_low: Any, like: Any) -> Any:
+    raise NotImplementedError
+
+
+@overload(quotient, jit_options=_FORCE)
+def _quotient(e, r, r_low, like):
+    if like in _SHORT:
+        return lambda e, r, r_low, like: e * r
+    if like == types.float32:
+        return lambda e, r, r_low, like: fma(e, r, e * r_low)
+    return lambda e, r, r_low, like: fma(e, r, e * r_low) * _DOWN_64
+
+
+def log_probability(x: Any, m: Any, top: Any, middle: Any, low: Any, like: Any) -> Any:
+    """x - m - log(sum), where (top, middle, low) is m + log(sum) for wide types and top is log(sum) for short ones."""
+    raise NotImplementedError
+
+
+@overload(log_probability, jit_options=_FORCE)
+def _log_probability(x, m, top, middle, low, like):
+    if like in _SHORT:
+        return lambda x, m, top, middle, low, like: (x - m) - top
+
+    def full(x, m, top, middle, low, like):
+        u, v = two_sum(x, -top)
+        # u is infinite where x is -inf or the difference overflows; v is no number there.
+        return u + ((v - middle) - low) if u - u == u - u else u
+
+    return full
+
+
+@device_function
+def log_sum(hi, lo, n, m, like):
+    """log(sum) for short types, m + log(sum) as three parts for the others."""
+    bits = quantum_bits(n, like)
+    # The largest term is exactly 1 and leaves as an integer.
+    half = bits >> np.int64(1)
+    hi, lo = add_limbs(hi, lo, -(np.int64(1) << (bits - half)), np.int64(0), half)
+    high, low = log1p_pair(wide_to_float(hi, lo, -bits, m))
+    if is_short(like):
+        return high, work_zero(like), work_zero(like)
+    top, middle = two_sum(m, high)
+    return top, middle, low
+
+
+def lowest_key(like: Any) -> Any:
+    raise NotImplementedError
+
+
+@overload(lowest_key, jit_options=_FORCE)
+def _lowest_key(like):
+    if like == types.float64:
+        return lambda like: np.int64(-0x8000000000000000)
+    return lambda like: np.int32(-0x80000000)
+
+
+def work_nan(like: Any) -> Any:
+    raise NotImplementedError
+
+
+@overload(work_nan, jit_options=_FORCE)
+def _work_nan(like):
+    nan = np.float64(np.nan) if like == types.float64 else np.float32(np.nan)
+    return lambda like: nan
+
+
+def exponential_block(block: Any, count: Any, m: Any, scale: Any, like: Any) -> Any:
+    """Turn x into scaled exponentials in place; return the sums of the high and low parts of their integer terms."""
+    raise NotImplementedError
+
+
+@overload(exponential_block, jit_options=_FORCE)
+def _exponential_block(block, count, m, scale, like):
+    integer = np.int64 if like == types.float64 else np.int32
+
+    def exponential_block(block, count, m, scale, like):
+        high_sum, low_sum = np.int64(0), np.int64(0)
+        for start in range(0, count, PARTIAL):
+            high, low = integer(0), integer(0)
+            for i in range(start, min(start + PARTIAL, count)):
+                e, error = exponential(load(block, i), m, like)
+                store(block, i, e)
+                h, v = split_term(e, scale)
+                high = integer(high + h)
+                low = integer(low + v + error_term(error, like))
+            high_sum += high
+            low_sum += low
+        return high_sum, low_sum
+
+    return exponential_block
