@@ -8,33 +8,15 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from isograd.errors import DeviceMismatchError, InvalidProblemError
-
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_NAMES = {
-    np.dtype(np.float16): "float16",
-    BFLOAT16: "bfloat16",
-    np.dtype(np.float32): "float32",
-    np.dtype(np.float64): "float64",
-}
-ACCEPTED = "float16, bfloat16 (ml_dtypes), float32 and float64"
-
-
-def dtype_name(dtype: Any, operation: str, argument: str) -> str:
-    """The name of a supported NumPy dtype."""
-    name = _NAMES.get(dtype)
-    if name is None:
-        native = "" if dtype.isnative else " in foreign byte order"
-        raise InvalidProblemError(f"{operation}: {argument} has dtype {dtype}{native}; accepted: {ACCEPTED}")
-    return name
-
+from isograd.numerics.reference import BFLOAT16
+from isograd.numerics.storage import address, dtype_name
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The NumPy dtype of a name."""
+    """The NumPy dtype of a storage type's name."""
     return BFLOAT16 if name == "bfloat16" else np.dtype(name)
 
 
@@ -77,11 +59,6 @@ def size_of(shape: tuple[int, ...]) -> int:
 def size(array: NDArray[Any]) -> int:
     """The number of elements of an array."""
     return array.size
-
-
-def address(array: NDArray[Any]) -> int:
-    """The address of the first element."""
-    return int(array.__array_interface__["data"][0])
 
 
 def is_aligned(array: NDArray[Any]) -> bool:

@@ -20,6 +20,7 @@ from isograd.errors import (
     InvalidProblemError,
     IsogradError,
     MisalignedOperandError,
+    UnsupportedError,
     WorkspaceTooSmallError,
 )
 
@@ -97,12 +98,12 @@ class Descriptor(ABC):
         """The operation's name in the registry."""
 
     def validated(self) -> Self:
-        """Return the descriptor with plain ints and a non-negative axis, or raise InvalidProblemError."""
+        """Return the descriptor with plain ints and a non-negative axis, or raise what is wrong with it."""
         if self.kind not in self.kinds:
             raise InvalidProblemError(f"{type(self).__name__}: kind is {self.kind!r}; accepted: {list(self.kinds)}")
         name = self.operation
         if self.dtype not in DTYPES:
-            raise InvalidProblemError(f"{name}: dtype is {self.dtype!r}; accepted: {', '.join(DTYPES)}")
+            raise UnsupportedError(f"{name}: dtype is {self.dtype!r}; accepted: {', '.join(DTYPES)}")
         try:
             shape = tuple(operator.index(size) for size in self.shape)
             axis = operator.index(self.axis)

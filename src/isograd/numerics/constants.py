@@ -19,11 +19,11 @@ MAGIC_64: Final = 6755399441055744.0  # 1.5 * 2**52
 
 # --- Exponential (rule 6) --------------------------------------------------------------------------------------------
 LOG2E: Final = 1.4426950408889634
-# ln 2 in two parts; the first has so few bits that k * LN2_HI is exact for every k that occurs.
-LN2_HI_32: Final = 0.693145751953125
-LN2_LO_32: Final = 1.4286068203094172e-06
-LN2_HI_64: Final = 0.6931471803691238
-LN2_LO_64: Final = 1.9082149292705877e-10
+# ln 2 rounded, and the rest of it. x - k * LN2 is one fma and exact in every reduction that occurs.
+LN2_32: Final = 0.6931471824645996
+LN2_REST_32: Final = -1.904654299957768e-09
+LN2_64: Final = 0.6931471805599453
+LN2_REST_64: Final = 2.3190468138462996e-17
 # exp(r) = 1 + r + r^2 * P(r) on |r| <= ln(2) / 2, lowest power first
 EXP_POLY_32: Final = (
     0.4999999341351235,
@@ -52,14 +52,24 @@ SHORT_MIN_EXPONENT: Final = -156.0  # below it every 16-bit result is zero
 # Exponentials inside a softmax are kept times 2**EXP_SCALE, so that none of them underflows before the division.
 EXP_SCALE_32: Final = 64
 EXP_SCALE_64: Final = 512
-# exp of these and of anything below, divided by a sum of at least 1, rounds to zero.
+# exp of these and of anything below, divided by a sum that holds exp(0), rounds to zero.
 EXP_FLOOR_32: Final = -105.0
 EXP_FLOOR_64: Final = -746.0
+# A row whose maximum m is smaller than this is reduced without subtracting m, which would have to be rounded: the
+# exponential is divided by a power of two near exp(m) instead. From here on x - m is exact (Sterbenz) wherever exp(x - m)
+# is not negligible.
+EXP_DIRECT_32: Final = 256.0
+EXP_DIRECT_64: Final = 2048.0
 # Beyond these a full exp overflows to infinity.
 EXP_CEIL_32: Final = 89.5
 EXP_CEIL_64: Final = 710.5
 
 # --- Logarithm (rule 6) ----------------------------------------------------------------------------------------------
+# ln 2 in two parts; the first has so few bits that k * LN2_HI is exact for every k that occurs.
+LN2_HI_32: Final = 0.693145751953125
+LN2_LO_32: Final = 1.4286068203094172e-06
+LN2_HI_64: Final = 0.6931471803691238
+LN2_LO_64: Final = 1.9082149292705877e-10
 # log(1 + f) = f - (h - s * (h + R)), h = f^2 / 2, s = f / (2 + f), z = s^2, R = z * P(z)
 LOG_POLY_32: Final = (0.6666666592140149, 0.400002880379804, 0.28539762571911964, 0.23542191408421287)
 LOG_POLY_64: Final = (

@@ -53,6 +53,29 @@ def store(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
     return types.void(base, types.int64, base.dtype), generate
 
 
+@intrinsic
+def _prefetch(typingctx: Any, base: Any, index: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        byte = ir.IntType(8).as_pointer()
+        word = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), (byte, word, word, word))
+        function = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
+        address = builder.bitcast(builder.gep(arguments[0], [arguments[1]]), byte)
+        # for reading, into the second-level cache, data
+        builder.call(function, (address, word(0), word(2), word(1)))
+        return context.get_dummy_value()
+
+    return types.void(base, types.int64), generate
+
+
+@device_function
+def prefetch_block(base, offset, stride, count, line):
+    """Ask for a block of a contiguous row ahead of its use; `line` is the number of elements in a cache line."""
+    if stride == 1:
+        for i in range(0, count, line):
+            _prefetch(base, offset + i)
+
+
 def _stack(size: int) -> Any:
     # Arrays a multiple of 4096 bytes apart would compete for the same sets of the first-level cache.
     padded = size + 32

@@ -196,8 +196,8 @@ def _magnitude_key(x):
 
 # --- the exponential (rule 6) ------------------------------------------------------------------------------------------
 _LOG2E_32, _LOG2E_64 = _F32(c.LOG2E), _F64(c.LOG2E)
-_LN2_HI_32, _LN2_LO_32 = _F32(c.LN2_HI_32), _F32(c.LN2_LO_32)
-_LN2_HI_64, _LN2_LO_64 = _F64(c.LN2_HI_64), _F64(c.LN2_LO_64)
+_LN2_32, _REST_32 = _F32(c.LN2_32), _F32(c.LN2_REST_32)
+_LN2_64, _REST_64 = _F64(c.LN2_64), _F64(c.LN2_REST_64)
 _E0, _E1, _E2, _E3, _E4 = (_F32(v) for v in c.EXP_POLY_32)
 _D0, _D1, _D2, _D3, _D4, _D5, _D6, _D7, _D8, _D9, _D10 = (_F64(v) for v in c.EXP_POLY_64)
 _S0, _S1, _S2, _S3 = (_F32(v) for v in c.EXP2_POLY_SHORT)
@@ -205,32 +205,37 @@ _SHORT_MIN = _F32(c.SHORT_MIN_EXPONENT)
 _SHORT_BIAS = c.SHORT_QUANTUM_BITS << 23
 _FLOOR_32, _FLOOR_64 = _F32(c.EXP_FLOOR_32), _F64(c.EXP_FLOOR_64)
 _CEIL_32, _CEIL_64 = _F32(c.EXP_CEIL_32), _F64(c.EXP_CEIL_64)
+_DIRECT_32, _DIRECT_64 = _F32(c.EXP_DIRECT_32), _F64(c.EXP_DIRECT_64)
 
 
 @device_function
-def exp_parts_32(hi, lo):
-    """exp(hi + lo) = (s + t) * 2**k with |t| far below s; k as a float."""
-    k = fma(hi, _LOG2E_32, _MAGIC_32) - _MAGIC_32
-    r = fma(k, -_LN2_HI_32, hi)
-    w = fma(k, -_LN2_LO_32, lo)
+def exp_parts_32(d):
+    """exp(d) = (s + t) * 2**k; k stands in the low bits of z."""
+    z = fma(d, _LOG2E_32, _MAGIC_32)
+    k = z - _MAGIC_32
+    r = fma(k, -_LN2_32, d)
+    w = k * -_REST_32
     g = r + w
-    p = fma(fma(fma(fma(_E4, g, _E3), g, _E2), g, _E1), g, _E0)
-    t = fma(g * g, p, w)
+    square = g * g
+    p = fma(fma(_E4, square, fma(_E3, g, _E2)), square, fma(_E1, g, _E0))
+    t = fma(square, p, w)
     s = _ONE_32 + r
-    return s, ((_ONE_32 - s) + r) + t, k
+    return s, ((_ONE_32 - s) + r) + t, z
 
 
 @device_function
-def exp_parts_64(hi, lo):
-    k = fma(hi, _LOG2E_64, _MAGIC_64) - _MAGIC_64
-    r = fma(k, -_LN2_HI_64, hi)
-    w = fma(k, -_LN2_LO_64, lo)
+def exp_parts_64(d):
+    z = fma(d, _LOG2E_64, _MAGIC_64)
+    k = z - _MAGIC_64
+    r = fma(k, -_LN2_64, d)
+    w = k * -_REST_64
     g = r + w
+    square = g * g
     p = fma(fma(fma(fma(fma(_D10, g, _D9), g, _D8), g, _D7), g, _D6), g, _D5)
     p = fma(fma(fma(fma(fma(p, g, _D4), g, _D3), g, _D2), g, _D1), g, _D0)
-    t = fma(g * g, p, w)
+    t = fma(square, p, w)
     s = _ONE_64 + r
-    return s, ((_ONE_64 - s) + r) + t, k
+    return s, ((_ONE_64 - s) + r) + t, z
 
 
 def exp(x: Any) -> Any:
@@ -245,8 +250,8 @@ def _exp(x):
         def exp_32(x):
             d = x if x > _FLOOR_32 else _FLOOR_32
             d = d if d < _CEIL_32 else _CEIL_32
-            s, t, kf = exp_parts_32(d, _F32(0))
-            k = np.int32(kf)
+            s, t, z = exp_parts_32(d)
+            k = np.int32(as_int(z) - _MAGIC_BITS_32)
             k1 = np.int32(k >> 1)
             y = (s + t) * pow2_32(k1) * pow2_32(np.int32(k - k1))
             return y if x == x else _NAN_32
@@ -256,8 +261,8 @@ def _exp(x):
     def exp_64(x):
         d = x if x > _FLOOR_64 else _FLOOR_64
         d = d if d < _CEIL_64 else _CEIL_64
-        s, t, kf = exp_parts_64(d, _F64(0))
-        k = np.int64(kf)
+        s, t, z = exp_parts_64(d)
+        k = as_int(z) - _MAGIC_BITS_64
         k1 = k >> 1
         y = (s + t) * pow2_64(k1) * pow2_64(k - k1)
         return y if x == x else _NAN_64
@@ -265,40 +270,64 @@ def _exp(x):
     return exp_64
 
 
-def exp_of_difference(x: Any, m: Any) -> Any:
-    """exp(x - m) for x <= m as (e, error of e), both times 2**EXP_SCALE."""
+def exp_shift(m: Any) -> Any:
+    """(base, floor, bias) of a row with the finite maximum m; see `reference.exp_shift`.
+
+    bias is what `exp_shifted` adds to the exponent field: the scale of the exponentials less the row's exponent.
+    """
     raise NotImplementedError
 
 
-@overload(exp_of_difference, jit_options=_FORCE)
-def _exp_of_difference(x, m):
+@overload(exp_shift, jit_options=_FORCE)
+def _exp_shift(m):
+    if m == types.float32:
+
+        def shift_32(m):
+            if abs(m) < _DIRECT_32:
+                k = np.int32(as_int(fma(m, _LOG2E_32, _MAGIC_32)) - _MAGIC_BITS_32)
+                return _F32(0), m + _FLOOR_32, np.int32((127 + c.EXP_SCALE_32 - k) << 23)
+            return m, _FLOOR_32, np.int32((127 + c.EXP_SCALE_32) << 23)
+
+        return shift_32
+
+    def shift_64(m):
+        if abs(m) < _DIRECT_64:
+            k = as_int(fma(m, _LOG2E_64, _MAGIC_64)) - _MAGIC_BITS_64
+            return _F64(0), m + _FLOOR_64, np.int64((1023 + c.EXP_SCALE_64 - k) << 52)
+        return m, _FLOOR_64, np.int64((1023 + c.EXP_SCALE_64) << 52)
+
+    return shift_64
+
+
+def exp_shifted(x: Any, base: Any, floor: Any, bias: Any) -> Any:
+    """The exponential of a row's element as (e, rounding error of e), both times 2**EXP_SCALE."""
+    raise NotImplementedError
+
+
+@overload(exp_shifted, jit_options=_FORCE)
+def _exp_shifted(x, base, floor, bias):
     if x == types.float32:
 
-        def difference_32(x, m):
-            hi, lo = two_sum(x, -m)
-            inside = hi > _FLOOR_32
-            hi = hi if inside else _FLOOR_32
-            lo = lo if inside else _F32(0)
-            s, t, k = exp_parts_32(hi, lo)
-            scale = as_float(np.int32(np.int32(np.int32(k) + (127 + c.EXP_SCALE_32)) << 23))
+        def shifted_32(x, base, floor, bias):
+            d = x - base
+            d = d if d > floor else floor
+            s, t, z = exp_parts_32(d)
+            # Shifted left, the bits of z keep k in the exponent field and nothing else.
+            scale = as_float(np.int32(np.int32(as_int(z) << 23) + bias))
             e = s + t
-            error = (s - e) + t
-            return e * scale, error * scale
+            return e * scale, ((s - e) + t) * scale
 
-        return difference_32
+        return shifted_32
 
-    def difference_64(x, m):
-        hi, lo = two_sum(x, -m)
-        inside = hi > _FLOOR_64
-        hi = hi if inside else _FLOOR_64
-        lo = lo if inside else _F64(0)
-        s, t, k = exp_parts_64(hi, lo)
-        scale = as_float(np.int64((np.int64(k) + (1023 + c.EXP_SCALE_64)) << 52))
+    def shifted_64(x, base, floor, bias):
+        d = x - base
+        d = d if d > floor else floor
+        s, t, z = exp_parts_64(d)
+        scale = as_float(np.int64((as_int(z) << 52) + bias))
         e = s + t
-        error = (s - e) + t
-        return e * scale, error * scale
+        return e * scale, ((s - e) + t) * scale
 
-    return difference_64
+    return shifted_64
 
 
 @device_function
@@ -315,6 +344,8 @@ def exp_short(d):
 # --- the logarithm (rule 6) ---------------------------------------------------------------------------------------------
 _G0, _G1, _G2, _G3 = (_F32(v) for v in c.LOG_POLY_32)
 _H0, _H1, _H2, _H3, _H4, _H5, _H6, _H7 = (_F64(v) for v in c.LOG_POLY_64)
+_LN2_HI_32, _LN2_LO_32 = _F32(c.LN2_HI_32), _F32(c.LN2_LO_32)
+_LN2_HI_64, _LN2_LO_64 = _F64(c.LN2_HI_64), _F64(c.LN2_LO_64)
 _HALF_32, _HALF_64 = _F32(0.5), _F64(0.5)
 _TWO_32, _TWO_64 = _F32(2), _F64(2)
 _SUBNORMAL_SCALE_32, _SUBNORMAL_SCALE_64 = _F32(2.0**32), _F64(2.0**64)
@@ -401,30 +432,30 @@ def _log(x):
     return log_64
 
 
-def log1p_pair(x: Any) -> Any:
-    """log(1 + x) for finite x > -1 as an unevaluated pair."""
+def log1p_pair(x: Any, low: Any) -> Any:
+    """log(1 + x + low) for finite x > -1 and low far below x, as an unevaluated pair."""
     raise NotImplementedError
 
 
 @overload(log1p_pair, jit_options=_FORCE)
-def _log1p_pair(x):
+def _log1p_pair(x, low):
     if x == types.float32:
 
-        def log1p_32(x):
-            if x > _LOG1P_LOW_32 and x < _LOG1P_HIGH_32:
-                return log_core_32(x, _F32(0), _F32(0))
+        def log1p_32(x, low):
             u, error = two_sum(_ONE_32, x)
+            if x > _LOG1P_LOW_32 and x < _LOG1P_HIGH_32:
+                return log_core_32(x, _F32(0), low / u)
             f, k = split_32(u)
-            return log_core_32(f, _F32(k), error / u)
+            return log_core_32(f, _F32(k), (error + low) / u)
 
         return log1p_32
 
-    def log1p_64(x):
-        if x > _LOG1P_LOW_64 and x < _LOG1P_HIGH_64:
-            return log_core_64(x, _F64(0), _F64(0))
+    def log1p_64(x, low):
         u, error = two_sum(_ONE_64, x)
+        if x > _LOG1P_LOW_64 and x < _LOG1P_HIGH_64:
+            return log_core_64(x, _F64(0), low / u)
         f, k = split_64(u)
-        return log_core_64(f, _F64(k), error / u)
+        return log_core_64(f, _F64(k), (error + low) / u)
 
     return log1p_64
 
@@ -441,7 +472,7 @@ def _log1p(x):
         def log1p_32(x):
             if x > -_ONE_32 and x < _INF_32:
                 # The sum of a zero and a zero would lose the sign.
-                return log1p_pair(x)[0] if x != _F32(0) else x
+                return log1p_pair(x, _F32(0))[0] if x != _F32(0) else x
             if x == _INF_32:
                 return x
             return -_INF_32 if x == -_ONE_32 else _NAN_32
@@ -450,7 +481,7 @@ def _log1p(x):
 
     def log1p_64(x):
         if x > -_ONE_64 and x < _INF_64:
-            return log1p_pair(x)[0] if x != _F64(0) else x
+            return log1p_pair(x, _F64(0))[0] if x != _F64(0) else x
         if x == _INF_64:
             return x
         return -_INF_64 if x == -_ONE_64 else _NAN_64
@@ -459,10 +490,22 @@ def _log1p(x):
 
 
 # --- order-free sums (rules 4 and 5) -------------------------------------------------------------------------------------
-def split_term(p: Any, scale: Any) -> Any:
-    """The integer rint(p * scale * 2**SHIFT) as (high, low), value high * 2**SHIFT + low.
+def term_bias(like: Any) -> Any:
+    """What every part of a term carries on top: the bits of the magic constant. Sums take it out count times."""
+    raise NotImplementedError
 
-    SHIFT is LIMB_SHIFT_32 with int32 parts within 2**22, or LIMB_SHIFT_64 with int64 parts within 2**45.
+
+@overload(term_bias, jit_options=_FORCE)
+def _term_bias(like):
+    bits = _MAGIC_BITS_32 if like == types.float32 else _MAGIC_BITS_64
+    return lambda like: np.int64(bits)
+
+
+def split_term(p: Any, scale: Any) -> Any:
+    """The integer rint(p * scale * 2**SHIFT) as (high, low), each with the term bias on top.
+
+    Its value is (high - bias) * 2**SHIFT + (low - bias). SHIFT is LIMB_SHIFT_32, the parts are int32 and within 2**22
+    of the bias; or LIMB_SHIFT_64, int64 and 2**45.
     """
     raise NotImplementedError
 
@@ -474,30 +517,42 @@ def _split_term(p, scale):
         def term_32(p, scale):
             t = fma(p, scale, _MAGIC_32)
             r = fma(p, scale, -(t - _MAGIC_32))
-            u = fma(r, _F32(1 << c.LIMB_SHIFT_32), _MAGIC_32)
-            return np.int32(as_int(t) - _MAGIC_BITS_32), np.int32(as_int(u) - _MAGIC_BITS_32)
+            return as_int(t), as_int(fma(r, _F32(1 << c.LIMB_SHIFT_32), _MAGIC_32))
 
         return term_32
 
     def term_64(p, scale):
         t = fma(p, scale, _MAGIC_64)
         r = fma(p, scale, -(t - _MAGIC_64))
-        u = fma(r, _F64(1 << c.LIMB_SHIFT_64), _MAGIC_64)
-        return as_int(t) - _MAGIC_BITS_64, as_int(u) - _MAGIC_BITS_64
+        return as_int(t), as_int(fma(r, _F64(1 << c.LIMB_SHIFT_64), _MAGIC_64))
 
     return term_64
 
 
-def round_term(p: Any, scale: Any) -> Any:
-    """rint(p * scale), for a value within half of the magic constant's range."""
+def split_pair(p: Any, error: Any, scale: Any, error_scale: Any) -> Any:
+    """As split_term, with rint(error * error_scale) added to the low part, which then carries the bias twice."""
     raise NotImplementedError
 
 
-@overload(round_term, jit_options=_FORCE)
-def _round_term(p, scale):
+@overload(split_pair, jit_options=_FORCE)
+def _split_pair(p, error, scale, error_scale):
     if p == types.float32:
-        return lambda p, scale: np.int32(as_int(fma(p, scale, _MAGIC_32)) - _MAGIC_BITS_32)
-    return lambda p, scale: as_int(fma(p, scale, _MAGIC_64)) - _MAGIC_BITS_64
+
+        def pair_32(p, error, scale, error_scale):
+            t = fma(p, scale, _MAGIC_32)
+            r = fma(p, scale, -(t - _MAGIC_32))
+            u = fma(r, _F32(1 << c.LIMB_SHIFT_32), _MAGIC_32)
+            return as_int(t), np.int32(as_int(u) + as_int(fma(error, error_scale, _MAGIC_32)))
+
+        return pair_32
+
+    def pair_64(p, error, scale, error_scale):
+        t = fma(p, scale, _MAGIC_64)
+        r = fma(p, scale, -(t - _MAGIC_64))
+        u = fma(r, _F64(1 << c.LIMB_SHIFT_64), _MAGIC_64)
+        return as_int(t), as_int(u) + as_int(fma(error, error_scale, _MAGIC_64))
+
+    return pair_64
 
 
 @device_function

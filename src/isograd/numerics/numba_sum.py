@@ -9,7 +9,7 @@ from numba.extending import overload
 from isograd.numerics import constants as c
 from isograd.numerics.numba_compile import device_function
 from isograd.numerics.numba_memory import load
-from isograd.numerics.numba_ops import magnitude_key, pow2_32, pow2_64, split_term
+from isograd.numerics.numba_ops import magnitude_key, pow2_32, pow2_64, split_term, term_bias
 
 PARTIAL = 256  # terms whose int32 parts (within 2**22) are summed in int32; narrow sums are what vectorises well
 _FORCE = {"forceinline": True}
@@ -84,8 +84,10 @@ def _block_terms(p, count, a, b):
                 h, v = split_term(load(p, i) * a, b)
                 high = integer(high + h)
                 low = integer(low + v)
-            high_sum += high
-            low_sum += low
+            # The parts carry the term bias; modulo the integer's width it leaves the exact sums.
+            bias = (min(start + PARTIAL, count) - start) * term_bias(a)
+            high_sum += integer(high - bias)
+            low_sum += integer(low - bias)
         return high_sum, low_sum
 
     return terms
@@ -111,3 +113,15 @@ def _special_value(state, like):
     if like == types.float32:
         return lambda state, like: _NAN_32 if state == 3 else (_INF_32 if state == 1 else -_INF_32)
     return lambda state, like: _NAN_64 if state == 3 else (_INF_64 if state == 1 else -_INF_64)
+
+
+def signed_rest(total: Any, excess: Any) -> Any:
+    """A partial sum of biased parts less the bias, which was added modulo the integer's width."""
+    raise NotImplementedError
+
+
+@overload(signed_rest, jit_options=_FORCE)
+def _signed_rest(total, excess):
+    if total == types.int32:
+        return lambda total, excess: np.int64(np.int32(total - excess))
+    return lambda total, excess: total - excess

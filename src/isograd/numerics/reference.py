@@ -27,11 +27,14 @@ class Format(NamedTuple):
     min_exponent: int
     bias: int
     magic: float
+    ln2: float
+    ln2_rest: float
     ln2_hi: float
     ln2_lo: float
     exp_poly: tuple[float, ...]
     exp_floor: float
     exp_ceil: float
+    exp_direct: float
     exp_scale: int
     log_poly: tuple[float, ...]
     sqrt_half_bits: int
@@ -47,11 +50,14 @@ FORMATS = {
         -126,
         127,
         c.MAGIC_32,
+        c.LN2_32,
+        c.LN2_REST_32,
         c.LN2_HI_32,
         c.LN2_LO_32,
         c.EXP_POLY_32,
         c.EXP_FLOOR_32,
         c.EXP_CEIL_32,
+        c.EXP_DIRECT_32,
         c.EXP_SCALE_32,
         c.LOG_POLY_32,
         c.SQRT_HALF_BITS_32,
@@ -65,11 +71,14 @@ FORMATS = {
         -1022,
         1023,
         c.MAGIC_64,
+        c.LN2_64,
+        c.LN2_REST_64,
         c.LN2_HI_64,
         c.LN2_LO_64,
         c.EXP_POLY_64,
         c.EXP_FLOOR_64,
         c.EXP_CEIL_64,
+        c.EXP_DIRECT_64,
         c.EXP_SCALE_64,
         c.LOG_POLY_64,
         c.SQRT_HALF_BITS_64,
@@ -163,15 +172,23 @@ def _horner(x: Floats, coefficients: tuple[float, ...]) -> Floats:
     return p
 
 
-def _exp_parts(hi: Floats, lo: Floats) -> tuple[Floats, Floats, Floats]:
-    """exp(hi + lo) = (s + t) * 2**k."""
-    form = FORMATS[hi.dtype]
+def _exp_polynomial(g: Floats, square: Floats, form: Format) -> Floats:
+    if form.bits == 64:
+        return _horner(g, form.exp_poly)
+    a0, a1, a2, a3, a4 = (form.dtype(v) for v in form.exp_poly)
+    return fma(fma(a4, square, fma(a3, g, a2)), square, fma(a1, g, a0))
+
+
+def _exp_parts(d: Floats) -> tuple[Floats, Floats, Floats]:
+    """exp(d) = (s + t) * 2**k."""
+    form = FORMATS[d.dtype]
     of = form.dtype
-    k = fma(hi, of(c.LOG2E), of(form.magic)) - of(form.magic)
-    r = fma(k, -of(form.ln2_hi), hi)
-    w = fma(k, -of(form.ln2_lo), lo)
+    k = fma(d, of(c.LOG2E), of(form.magic)) - of(form.magic)
+    r = fma(k, -of(form.ln2), d)
+    w = k * -of(form.ln2_rest)
     g = r + w
-    t = fma(g * g, _horner(g, form.exp_poly), w)
+    square = g * g
+    t = fma(square, _exp_polynomial(g, square, form), w)
     s = of(1) + r
     return s, ((of(1) - s) + r) + t, k.astype(np.int64)
 
@@ -183,25 +200,35 @@ def exp(x: Floats) -> Floats:
     with np.errstate(all="ignore"):
         d = np.where(x > of(form.exp_floor), x, of(form.exp_floor))
         d = np.where(d < of(form.exp_ceil), d, of(form.exp_ceil))
-        s, t, k = _exp_parts(d, np.zeros_like(d))
+        s, t, k = _exp_parts(d)
         y = scale_pow2(s + t, k, form)
     return np.where(np.isnan(x), of(np.nan), y)
 
 
-def exp_of_difference(x: Floats, m: Floats) -> tuple[Floats, Floats]:
-    """exp(x - m) for x <= m as e and its own error, both times 2**exp_scale.
+def exp_shift(m: Floats) -> tuple[Floats, Floats, Floats]:
+    """(base, floor, exponent) of a row with the finite maximum m: exponentials are exp(x - base) / 2**exponent.
 
-    x - m is the unevaluated pair (hi, lo); without lo the tail of a softmax is off by |x - m| / 2 ulp.
+    Rounding x - m would cost the tail |x - m| / 2 ulp. A small m is not subtracted at all but taken out as a power of
+    two; for a large one the difference is exact wherever its exponential is not negligible.
     """
-    form = FORMATS[x.dtype]
+    form = FORMATS[m.dtype]
     of = form.dtype
-    hi, lo = two_sum(x, -m)
+    direct = np.abs(m) < of(form.exp_direct)
+    base = np.where(direct, of(0), m)
+    floor = np.where(direct, m + of(form.exp_floor), of(form.exp_floor))
     with np.errstate(all="ignore"):
-        inside = hi > of(form.exp_floor)
-        hi = np.where(inside, hi, of(form.exp_floor))
-        lo = np.where(inside, lo, of(0))
-        s, t, k = _exp_parts(hi, lo)
-        scale = pow2(k + form.exp_scale, form)
+        k = fma(np.where(direct, m, of(0)), of(c.LOG2E), of(form.magic)) - of(form.magic)
+    return base, floor, k.astype(np.int64)
+
+
+def exp_shifted(x: Floats, base: Floats, floor: Floats, exponent: Floats) -> tuple[Floats, Floats]:
+    """exp(x - base) / 2**exponent as e and its own rounding error, both times 2**exp_scale."""
+    form = FORMATS[x.dtype]
+    with np.errstate(all="ignore"):
+        d = x - base
+        d = np.where(d > floor, d, floor)
+        s, t, k = _exp_parts(d)
+        scale = pow2(k - exponent + form.exp_scale, form)
         e = s + t
         return e * scale, ((s - e) + t) * scale
 
@@ -259,15 +286,16 @@ def log(x: Floats) -> Floats:
         return np.where(x >= 0, y, of(np.nan))
 
 
-def log1p_pair(x: Floats) -> tuple[Floats, Floats]:
-    """log(1 + x) for finite x > -1 as an unevaluated pair."""
+def log1p_pair(x: Floats, low: Floats) -> tuple[Floats, Floats]:
+    """log(1 + x + low) for finite x > -1 and low far below x, as an unevaluated pair."""
     of = x.dtype.type
     zero = np.zeros_like(x)
     with np.errstate(all="ignore"):
         u, error = two_sum(np.full_like(x, 1), x)
         f, k = _split(u)
         near = (x > of(-0.29)) & (x < of(0.41))
-        return _log_core(np.where(near, x, f), np.where(near, zero, k), np.where(near, zero, error / u))
+        rest = np.where(near, low, error + low) / u
+        return _log_core(np.where(near, x, f), np.where(near, zero, k), rest)
 
 
 def log1p(x: Floats) -> Floats:
@@ -275,7 +303,7 @@ def log1p(x: Floats) -> Floats:
     of = x.dtype.type
     with np.errstate(all="ignore"):
         inside = (x > of(-1)) & (x < of(np.inf))
-        y = log1p_pair(np.where(inside, x, of(0)))[0]
+        y = log1p_pair(np.where(inside, x, of(0)), np.zeros_like(x))[0]
         y = np.where(x == 0, x, y)
         y = np.where(inside, y, np.where(x == of(-1), -of(np.inf), np.where(x == of(np.inf), x, of(np.nan))))
     return y

@@ -7,17 +7,18 @@ from typing import Any
 import numpy as np
 
 from isograd import arrays, registry
+from isograd.numerics.storage import dtype_name
 from isograd.softmax.plans import SoftmaxBackwardDescriptor, SoftmaxBackwardPlan, SoftmaxDescriptor, SoftmaxPlan
 
 
 @functools.lru_cache(maxsize=4096)
 def _forward_plan(kind: str, shape: tuple[int, ...], dtype: Any, axis: int, generation: int) -> SoftmaxPlan:
-    return SoftmaxPlan.select(SoftmaxDescriptor(kind, shape, arrays.dtype_name(dtype, kind, "x"), axis))
+    return SoftmaxPlan.select(SoftmaxDescriptor(kind, shape, dtype_name(dtype, kind, "x"), axis))
 
 
 @functools.lru_cache(maxsize=4096)
 def _backward_plan(kind: str, shape: tuple[int, ...], dtype: Any, axis: int, generation: int) -> SoftmaxBackwardPlan:
-    name = arrays.dtype_name(dtype, f"{kind}_backward", "dy")
+    name = dtype_name(dtype, f"{kind}_backward", "dy")
     return SoftmaxBackwardPlan.select(SoftmaxBackwardDescriptor(kind, shape, name, axis))
 
 
@@ -59,7 +60,8 @@ def softmax(x: Any, axis: int = -1, *, out: Any = None) -> Any:
     Within 2 ulp in float32 and float64, correctly rounded but for 2**-16 relative in 16 bits, and the same bits
     everywhere (`docs/arithmetic.md`, rule 7). A row with NaN or +inf, or of -inf alone, gives NaN.
 
-    Raises InvalidProblemError for a wrong axis, dtype, rank, or an output that does not fit or overlaps x in part.
+    Raises InvalidProblemError for a wrong axis or rank, or an output that does not fit or overlaps x in part, and
+    UnsupportedError for another dtype.
     """
     return _forward("softmax", x, axis, out)
 

@@ -6,6 +6,7 @@ infinite.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,7 @@ def _log_softmax_backward(dtype: str, dy: Floats, y: Floats, axis: int = -1) -> 
         return np.where((e * total > largest) | (total > largest) | (np.abs(dx) > _FORMATS[dtype][2]), np.inf, bound)
 
 
-_EVALUATE = {
+_EVALUATE: dict[str, Callable[..., Floats]] = {
     "softmax": _softmax,
     "log_softmax": _log_softmax,
     "softmax_backward": _softmax_backward,

@@ -31,6 +31,7 @@ from isograd.numerics.numba_ops import (
     magnitude_key,
     max_key,
     split_term,
+    term_bias,
     wide_to_float,
 )
 from isograd.numerics.numba_sum import (
@@ -39,20 +40,23 @@ from isograd.numerics.numba_sum import (
     block_special,
     block_terms,
     is_finite_key,
+    signed_rest,
     special_value,
     sum_scale,
 )
 from isograd.softmax.numba_steps import (
-    error_term,
     exponential,
     exponential_block,
+    exponential_term,
     is_short,
     limb_shift,
     log_probability,
     log_sum,
+    low_term_bias,
     lowest_key,
     quotient,
     reciprocal,
+    row_shift,
     term_scale,
     work_nan,
 )
@@ -96,12 +100,13 @@ def softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n, x_s
         if not (m - m == m - m):
             _fill_nan(y, yo, y_stride, n, block, like)
             continue
+        base, floor, bias = row_shift(m, like)
         hi, lo = np.int64(0), np.uint64(0)
         for j in range(0, n, BLOCK):
             count = min(n - j, BLOCK)
             if n > BLOCK:
                 load_block(x, xo + j * x_stride, x_stride, count, block)
-            high, low = exponential_block(block, count, m, scale, like)
+            high, low = exponential_block(block, count, base, floor, bias, scale, like)
             hi, lo = add_limbs(hi, lo, high, low, limb_shift(like))
             if n > BLOCK and not is_short(like):
                 store_block(y, yo + j * y_stride, y_stride, count, block)
@@ -112,7 +117,7 @@ def softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n, x_s
                 if is_short(like):
                     load_block(x, xo + j * x_stride, x_stride, count, block)
                     for i in range(count):
-                        store(block, i, exponential(load(block, i), m, like)[0])
+                        store(block, i, exponential(load(block, i), base, floor, bias, like)[0])
                 else:
                     load_block(y, yo + j * y_stride, y_stride, count, block)
             for i in range(count):
@@ -131,13 +136,15 @@ def log_softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n,
         if not (m - m == m - m):
             _fill_nan(y, yo, y_stride, n, block, like)
             continue
+        base, floor, bias = row_shift(m, like)
         hi, lo = np.int64(0), np.uint64(0)
         for j in range(0, n, BLOCK):
             count = min(n - j, BLOCK)
-            load_block(x, xo + j * x_stride, x_stride, count, block)
-            high, low = exponential_block(block, count, m, scale, like)
+            if n > BLOCK:
+                load_block(x, xo + j * x_stride, x_stride, count, block)
+            high, low = exponential_block(block, count, base, floor, bias, scale, like)
             hi, lo = add_limbs(hi, lo, high, low, limb_shift(like))
-        top, middle, rest = log_sum(hi, lo, n, m, like)
+        top, middle, rest = log_sum(hi, lo, n, m, base, floor, bias, like)
         for j in range(0, n, BLOCK):
             count = min(n - j, BLOCK)
             load_block(x, xo + j * x_stride, x_stride, count, block)
@@ -250,10 +257,11 @@ def _tile_width(index, lanes):
 
 
 @device_function
-def _fold_lanes(high, low, hi, lo, count, like):
-    """Move the partial sums of every lane into its 128-bit sum."""
+def _fold_lanes(high, low, hi, lo, count, high_excess, low_excess, like):
+    """Move the partial sums of every lane into its 128-bit sum, less the bias of the terms in them."""
     for i in range(count):
-        h, v = add_limbs(load(hi, i), load(lo, i), np.int64(load(high, i)), np.int64(load(low, i)), limb_shift(like))
+        a, b = signed_rest(load(high, i), high_excess), signed_rest(load(low, i), low_excess)
+        h, v = add_limbs(load(hi, i), load(lo, i), a, b, limb_shift(like))
         store(hi, i, h)
         store(lo, i, v)
         store(high, i, load(high, i) ^ load(high, i))
@@ -270,7 +278,8 @@ def _clear_lanes(high, low, hi, lo, zero, count):
 
 
 @device_function
-def _lane_maximum(x, offset, stride, n, count, block, key, m, like):
+def _lane_maximum(x, offset, stride, n, count, block, key, m, base, floor, bias, like):
+    """The maximum of every lane, and what the exponentials need to know of it."""
     for i in range(count):
         store(key, i, lowest_key(like))
     for j in range(n):
@@ -280,25 +289,32 @@ def _lane_maximum(x, offset, stride, n, count, block, key, m, like):
             store(key, i, k if k > load(key, i) else load(key, i))
     for i in range(count):
         store(m, i, from_key(load(key, i)))
+        first, second, third = row_shift(load(m, i), like)
+        store(base, i, first)
+        store(floor, i, second)
+        store(bias, i, third)
 
 
 @device_function
-def _lane_exponential_sums(x, offset, stride, n, count, block, m, high, low, hi, lo, y, y_offset, y_stride, keep, like):
+def _lane_exponential_sums(
+    x, offset, stride, n, count, block, base, floor, bias, high, low, hi, lo, y, y_offset, y_stride, keep, like
+):
     """Sum the exponentials of every lane; with `keep` they stay in y."""
     scale = term_scale(n, like)
+    one, low_one = term_bias(work_zero(like)), low_term_bias(like)
     for j in range(n):
         load_block(x, offset + j * stride, 1, count, block)
         for i in range(count):
-            e, error = exponential(load(block, i), load(m, i), like)
+            e, error = exponential(load(block, i), load(base, i), load(floor, i), load(bias, i), like)
             store(block, i, e)
-            h, v = split_term(e, scale)
+            h, v = exponential_term(e, error, scale, like)
             store(high, i, h + load(high, i))
-            store(low, i, v + error_term(error, like) + load(low, i))
+            store(low, i, v + load(low, i))
         if keep:
             store_block(y, y_offset + j * y_stride, 1, count, block)
         if j % PARTIAL == PARTIAL - 1:
-            _fold_lanes(high, low, hi, lo, count, like)
-    _fold_lanes(high, low, hi, lo, count, like)
+            _fold_lanes(high, low, hi, lo, count, PARTIAL * one, PARTIAL * low_one, like)
+    _fold_lanes(high, low, hi, lo, count, (n % PARTIAL) * one, (n % PARTIAL) * low_one, like)
 
 
 @kernel
@@ -306,17 +322,18 @@ def softmax_lanes(like, x_address, y_address, shape, x_strides, y_strides, lanes
     x, y = pointer(x_address, like), pointer(y_address, like)
     zero, integer = work_zero(like), lowest_key(like)
     block, m, r, r_low = stack_lanes(zero), stack_lanes(zero), stack_lanes(zero), stack_lanes(zero)
+    base, floor, bias = stack_lanes(zero), stack_lanes(zero), stack_lanes(integer)
     key, high, low = stack_lanes(integer), stack_lanes(integer), stack_lanes(integer)
     hi, lo = stack_lanes(np.int64(0)), stack_lanes(np.uint64(0))
     for index in range(start, stop):
         xo, yo = _tile(index, lanes, shape, x_strides), _tile(index, lanes, shape, y_strides)
         count = _tile_width(index, lanes)
-        _lane_maximum(x, xo, x_stride, n, count, block, key, m, like)
+        _lane_maximum(x, xo, x_stride, n, count, block, key, m, base, floor, bias, like)
         _clear_lanes(high, low, hi, lo, integer ^ integer, count)
         keep = not is_short(like)
         _lane_exponential_sums(
-            x, xo, x_stride, n, count, block, m, high, low, hi, lo, y, yo, y_stride, keep, like
-        )  # fmt: skip
+            x, xo, x_stride, n, count, block, base, floor, bias, high, low, hi, lo, y, yo, y_stride, keep, like
+        )
         for i in range(count):
             first, second = reciprocal(load(hi, i), load(lo, i), n, like)
             valid = load(m, i) - load(m, i) == load(m, i) - load(m, i)
@@ -326,7 +343,7 @@ def softmax_lanes(like, x_address, y_address, shape, x_strides, y_strides, lanes
             if is_short(like):
                 load_block(x, xo + j * x_stride, 1, count, block)
                 for i in range(count):
-                    store(block, i, exponential(load(block, i), load(m, i), like)[0])
+                    store(block, i, exponential(load(block, i), load(base, i), load(floor, i), load(bias, i), like)[0])
             else:
                 load_block(y, yo + j * y_stride, 1, count, block)
             for i in range(count):
@@ -342,18 +359,21 @@ def log_softmax_lanes(
     zero, integer = work_zero(like), lowest_key(like)
     block, m = stack_lanes(zero), stack_lanes(zero)
     top, middle, rest = stack_lanes(zero), stack_lanes(zero), stack_lanes(zero)
+    base, floor, bias = stack_lanes(zero), stack_lanes(zero), stack_lanes(integer)
     key, high, low = stack_lanes(integer), stack_lanes(integer), stack_lanes(integer)
     hi, lo = stack_lanes(np.int64(0)), stack_lanes(np.uint64(0))
     for index in range(start, stop):
         xo, yo = _tile(index, lanes, shape, x_strides), _tile(index, lanes, shape, y_strides)
         count = _tile_width(index, lanes)
-        _lane_maximum(x, xo, x_stride, n, count, block, key, m, like)
+        _lane_maximum(x, xo, x_stride, n, count, block, key, m, base, floor, bias, like)
         _clear_lanes(high, low, hi, lo, integer ^ integer, count)
         _lane_exponential_sums(
-            x, xo, x_stride, n, count, block, m, high, low, hi, lo, y, yo, y_stride, False, like
-        )  # fmt: skip
+            x, xo, x_stride, n, count, block, base, floor, bias, high, low, hi, lo, y, yo, y_stride, False, like
+        )
         for i in range(count):
-            first, second, third = log_sum(load(hi, i), load(lo, i), n, load(m, i), like)
+            first, second, third = log_sum(
+                load(hi, i), load(lo, i), n, load(m, i), load(base, i), load(floor, i), load(bias, i), like
+            )
             valid = load(m, i) - load(m, i) == load(m, i) - load(m, i)
             store(top, i, first if valid else work_nan(like))
             store(middle, i, second)
@@ -426,6 +446,7 @@ def softmax_backward_lanes(
 ):  # fmt: skip
     dy, y, dx = pointer(dy_address, like), pointer(y_address, like), pointer(dx_address, like)
     zero, integer = work_zero(like), magnitude_key(work_zero(like))
+    one = term_bias(zero)
     a, b, p, s = stack_lanes(zero), stack_lanes(zero), stack_lanes(zero), stack_lanes(zero)
     first, second = stack_lanes(zero), stack_lanes(zero)
     key, high, low = stack_lanes(integer), stack_lanes(integer), stack_lanes(integer)
@@ -453,8 +474,8 @@ def softmax_backward_lanes(
             if not finite:
                 _note_special(p, count, special)
             if j % PARTIAL == PARTIAL - 1:
-                _fold_lanes(high, low, hi, lo, count, like)
-        _fold_lanes(high, low, hi, lo, count, like)
+                _fold_lanes(high, low, hi, lo, count, PARTIAL * one, PARTIAL * one, like)
+        _fold_lanes(high, low, hi, lo, count, (n % PARTIAL) * one, (n % PARTIAL) * one, like)
         _lane_sums(key, special, hi, lo, exponent, s, count, zero)
         for j in range(n):
             load_block(dy, dyo + j * dy_stride, 1, count, a)
@@ -471,6 +492,7 @@ def log_softmax_backward_lanes(
 ):  # fmt: skip
     dy, y, dx = pointer(dy_address, like), pointer(y_address, like), pointer(dx_address, like)
     zero, integer = work_zero(like), magnitude_key(work_zero(like))
+    one = term_bias(zero)
     a, b, s = stack_lanes(zero), stack_lanes(zero), stack_lanes(zero)
     first, second = stack_lanes(zero), stack_lanes(zero)
     key, high, low = stack_lanes(integer), stack_lanes(integer), stack_lanes(integer)
@@ -494,8 +516,8 @@ def log_softmax_backward_lanes(
             if not finite:
                 _note_special(a, count, special)
             if j % PARTIAL == PARTIAL - 1:
-                _fold_lanes(high, low, hi, lo, count, like)
-        _fold_lanes(high, low, hi, lo, count, like)
+                _fold_lanes(high, low, hi, lo, count, PARTIAL * one, PARTIAL * one, like)
+        _fold_lanes(high, low, hi, lo, count, (n % PARTIAL) * one, (n % PARTIAL) * one, like)
         _lane_sums(key, special, hi, lo, exponent, s, count, zero)
         for j in range(n):
             load_block(dy, dyo + j * dy_stride, 1, count, a)

@@ -15,17 +15,19 @@ from isograd.numerics.numba_compile import device_function
 from isograd.numerics.numba_memory import load, store, work_zero
 from isograd.numerics.numba_ops import (
     add_limbs,
-    exp_of_difference,
+    exp_shift,
+    exp_shifted,
     exp_short,
     fma,
     log1p_pair,
-    round_term,
+    split_pair,
     split_term,
+    term_bias,
     two_sum,
     wide_to_float,
     wide_to_pair,
 )
-from isograd.numerics.numba_sum import PARTIAL
+from isograd.numerics.numba_sum import PARTIAL, signed_rest
 
 _FORCE = {"forceinline": True}
 _ONE_32, _ONE_64 = np.float32(1), np.float64(1)
@@ -58,16 +60,28 @@ def _limb_shift(like):
     return lambda like: np.int64(shift)
 
 
-def exponential(x: Any, m: Any, like: Any) -> Any:
-    """exp(x - m), scaled, and its rounding error."""
+def row_shift(m: Any, like: Any) -> Any:
+    """(base, floor, bias): what `exponential` needs to know of a row's maximum."""
+    raise NotImplementedError
+
+
+@overload(row_shift, jit_options=_FORCE)
+def _row_shift(m, like):
+    if like in _SHORT:
+        return lambda m, like: (m, np.float32(0), np.int32(0))
+    return lambda m, like: exp_shift(m)
+
+
+def exponential(x: Any, base: Any, floor: Any, bias: Any, like: Any) -> Any:
+    """The scaled exponential of an element, and its rounding error."""
     raise NotImplementedError
 
 
 @overload(exponential, jit_options=_FORCE)
-def _exponential(x, m, like):
+def _exponential(x, base, floor, bias, like):
     if like in _SHORT:
-        return lambda x, m, like: (exp_short(x - m), np.float32(0))
-    return lambda x, m, like: exp_of_difference(x, m)
+        return lambda x, base, floor, bias, like: (exp_short(x - base), np.float32(0))
+    return lambda x, base, floor, bias, like: exp_shifted(x, base, floor, bias)
 
 
 def term_scale(n: Any, like: Any) -> Any:
@@ -84,17 +98,29 @@ def _term_scale(n, like):
     return (lambda n, like: _TERM_32) if like == types.float32 else (lambda n, like: _TERM_64)
 
 
-def error_term(error: Any, like: Any) -> Any:
+def exponential_term(e: Any, error: Any, scale: Any, like: Any) -> Any:
+    """The integer term of an exponential, in two parts that carry the term bias and the low term bias."""
     raise NotImplementedError
 
 
-@overload(error_term, jit_options=_FORCE)
-def _error_term(error, like):
+@overload(exponential_term, jit_options=_FORCE)
+def _exponential_term(e, error, scale, like):
     if like in _SHORT:
-        return lambda error, like: np.int32(0)
+        return lambda e, error, scale, like: split_term(e, scale)
     if like == types.float32:
-        return lambda error, like: round_term(error, _ERROR_32)
-    return lambda error, like: round_term(error, _ERROR_64)
+        return lambda e, error, scale, like: split_pair(e, error, scale, _ERROR_32)
+    return lambda e, error, scale, like: split_pair(e, error, scale, _ERROR_64)
+
+
+def low_term_bias(like: Any) -> Any:
+    """The bias of the low part of an exponential's term, which holds the error's term as well in wide types."""
+    raise NotImplementedError
+
+
+@overload(low_term_bias, jit_options=_FORCE)
+def _low_term_bias(like):
+    parts = 1 if like in _SHORT else 2
+    return lambda like: parts * term_bias(work_zero(like))
 
 
 def quantum_bits(n: Any, like: Any) -> Any:
@@ -176,18 +202,39 @@ def _log_probability(x, m, top, middle, low, like):
     return full
 
 
+def unscale(e: Any, like: Any) -> Any:
+    """Take the scale out of an exponential near 1; exact."""
+    raise NotImplementedError
+
+
+@overload(unscale, jit_options=_FORCE)
+def _unscale(e, like):
+    down = _DOWN_32 if like == types.float32 else _DOWN_64
+    if like in _SHORT:
+        down = np.float32(2.0**-c.SHORT_QUANTUM_BITS)
+    return lambda e, like: e * down
+
+
 @device_function
-def log_sum(hi, lo, n, m, like):
-    """log(sum) for short types, m + log(sum) as three parts for the others."""
-    bits = quantum_bits(n, like)
-    # The largest term is exactly 1 and leaves as an integer.
-    half = bits >> np.int64(1)
-    hi, lo = add_limbs(hi, lo, -(np.int64(1) << (bits - half)), np.int64(0), half)
-    high, low = log1p_pair(wide_to_float(hi, lo, -bits, m))
+def log_sum(hi, lo, n, m, base, floor, bias, like):
+    """log(sum / largest term) for short types, m + that logarithm as three parts for the others.
+
+    The largest term leaves the sum as an integer: a float logarithm of the rounded sum would lose every small term
+    when one dominates.
+    """
+    e, error = exponential(m, base, floor, bias, like)
+    high, low = exponential_term(e, error, term_scale(n, like), like)
+    high, low = signed_rest(high, term_bias(m)), signed_rest(low, low_term_bias(like))
+    hi, lo = add_limbs(hi, lo, -high, -low, limb_shift(like))
+    rest, rest_low = wide_to_pair(hi, lo, -quantum_bits(n, like), m)
+    e, error = unscale(e, like), unscale(error, like)
+    t = rest / e
+    t_low = ((fma(-t, e, rest) + rest_low) - t * error) / e
+    log_high, log_low = log1p_pair(t, t_low)
     if is_short(like):
-        return high, work_zero(like), work_zero(like)
-    top, middle = two_sum(m, high)
-    return top, middle, low
+        return log_high, work_zero(like), work_zero(like)
+    top, middle = two_sum(m, log_high)
+    return top, middle, log_low
 
 
 def lowest_key(like: Any) -> Any:
@@ -211,27 +258,29 @@ def _work_nan(like):
     return lambda like: nan
 
 
-def exponential_block(block: Any, count: Any, m: Any, scale: Any, like: Any) -> Any:
+def exponential_block(block: Any, count: Any, base: Any, floor: Any, bias: Any, scale: Any, like: Any) -> Any:
     """Turn x into scaled exponentials in place; return the sums of the high and low parts of their integer terms."""
     raise NotImplementedError
 
 
 @overload(exponential_block, jit_options=_FORCE)
-def _exponential_block(block, count, m, scale, like):
+def _exponential_block(block, count, base, floor, bias, scale, like):
     integer = np.int64 if like == types.float64 else np.int32
 
-    def exponential_block(block, count, m, scale, like):
+    def implementation(block, count, base, floor, bias, scale, like):
         high_sum, low_sum = np.int64(0), np.int64(0)
         for start in range(0, count, PARTIAL):
             high, low = integer(0), integer(0)
             for i in range(start, min(start + PARTIAL, count)):
-                e, error = exponential(load(block, i), m, like)
+                e, error = exponential(load(block, i), base, floor, bias, like)
                 store(block, i, e)
-                h, v = split_term(e, scale)
+                h, v = exponential_term(e, error, scale, like)
                 high = integer(high + h)
-                low = integer(low + v + error_term(error, like))
-            high_sum += high
-            low_sum += low
+                low = integer(low + v)
+            # The parts carry the term bias; modulo the integer's width it leaves the exact sums.
+            terms = min(start + PARTIAL, count) - start
+            high_sum += integer(high - terms * term_bias(base))
+            low_sum += integer(low - terms * low_term_bias(like))
         return high_sum, low_sum
 
-    return exponential_block
+    return implementation

@@ -9,6 +9,7 @@ import numpy as np
 
 from isograd import arrays, parallel
 from isograd.layout import plan_walk
+from isograd.numerics.storage import address, kernel_type
 from isograd.plan import DTYPES, Descriptor, Kernel, KernelSku, Plan, PrecisionGuarantee
 from isograd.registry import register_kernel
 from isograd.softmax import bounds
@@ -93,20 +94,19 @@ def family_sku(descriptor: Descriptor, backend: str, arch: str) -> KernelSku:
     )
 
 
-# The types that kernels are compiled for; halves and bfloat16 travel as integers of 16 bits (see numba_ops).
-_LIKE = {"float16": np.int16(0), "bfloat16": np.uint16(0), "float32": np.float32(0), "float64": np.float64(0)}
 # Elements that a chunk of work holds at least: some 10 microseconds of work, against some 10 to hand it to a thread.
 _GRAIN = 1 << 15
 
 
 @functools.lru_cache(maxsize=4096)
 def _arguments(
-    operation: str, dtype: str, shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...], axis: int
+    operation: str, dtype: Any, shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...], axis: int
 ) -> tuple[Any, int, int, tuple[Any, ...], tuple[Any, ...]]:
     """The compiled function, its range and grain, and the arguments before and after the addresses."""
     from isograd.numerics.numba_memory import LANES
     from isograd.softmax import numba_kernels
 
+    like = kernel_type(dtype)
     walk = plan_walk(shape, strides, axis)
     rows = arrays.size_of(walk.shape)
     outer = (np.array(walk.shape, np.int64), *(np.array(s, np.int64) for s in walk.strides))
@@ -115,9 +115,9 @@ def _arguments(
         tiles = -(-walk.lanes // LANES)
         work = walk.length * min(walk.lanes, LANES)
         after: tuple[Any, ...] = (*outer, walk.lanes, walk.length, *walk.axis_strides)
-        return function, rows * tiles, max(1, _GRAIN // work), (_LIKE[dtype],), after
+        return function, rows * tiles, max(1, _GRAIN // work), (like,), after
     function = getattr(numba_kernels, f"{operation}_rows")
-    return function, rows, max(1, _GRAIN // walk.length), (_LIKE[dtype],), (*outer, walk.length, *walk.axis_strides)
+    return function, rows, max(1, _GRAIN // walk.length), (like,), (*outer, walk.length, *walk.axis_strides)
 
 
 class NumbaSoftmax(Kernel):
@@ -139,9 +139,9 @@ class NumbaSoftmax(Kernel):
         itemsize = operands[-1].itemsize
         strides = tuple([tuple([s // itemsize for s in a.strides]) for a in operands])
         function, count, grain, before, after = _arguments(
-            descriptor.operation, descriptor.dtype, descriptor.shape, strides, descriptor.axis
+            descriptor.operation, operands[-1].dtype, descriptor.shape, strides, descriptor.axis
         )
-        addresses = [arrays.address(a) for a in operands]
+        addresses = [address(a) for a in operands]
         parallel.for_ranges(function, count, grain, *before, *addresses, *after)
 
 

@@ -9,7 +9,7 @@ Formulas (rule 7 of `docs/arithmetic.md`), over one row of the reduced axis:
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,17 +38,35 @@ def _over_rows(function: Callable[..., Floats], axis: int, *arrays: Floats) -> F
     return _restore(rows, arrays[0], axis)
 
 
-def _exponential_sums(x: Floats, m: Floats, short: bool) -> tuple[Floats, list[int], int]:
-    """Scaled exponentials, their exact integer sum per row, and the exponent of the sum's quantum."""
+class _Exponentials(NamedTuple):
+    """Scaled exponentials of a set of rows with their exact integer sums; `bits` is minus the quantum's exponent."""
+
+    e: Floats
+    error: Floats
+    terms: list[list[int]]
+    scale: int
+    bits: int
+
+
+def _exponentials(x: Floats, m: Floats, short: bool) -> _Exponentials:
     if short:
         e = ref.exp_short((x - m).astype(np.float32))
-        shift = 0 if x.shape[1] <= c.SHORT_ROW else c.QUANTUM_BITS - c.SHORT_QUANTUM_BITS
-        return e, [sum(row) for row in ref.integer_terms(e, shift)], -(c.SHORT_QUANTUM_BITS + shift)
+        bits = c.SHORT_QUANTUM_BITS if x.shape[1] <= c.SHORT_ROW else c.QUANTUM_BITS
+        terms = ref.integer_terms(e, bits - c.SHORT_QUANTUM_BITS)
+        return _Exponentials(e, np.zeros_like(e), terms, c.SHORT_QUANTUM_BITS, bits)
     form = ref.FORMATS[x.dtype]
-    e, error = ref.exp_of_difference(x, np.broadcast_to(m, x.shape))
+    e, error = ref.exp_shifted(x, *ref.exp_shift(m))
     shift = form.quantum_bits - form.exp_scale
-    terms, errors = ref.integer_terms(e, shift), ref.integer_terms(error, shift)
-    return e, [sum(a) + sum(b) for a, b in zip(terms, errors, strict=True)], -form.quantum_bits
+    pairs = zip(ref.integer_terms(e, shift), ref.integer_terms(error, shift), strict=True)
+    terms = [[a + b for a, b in zip(*pair, strict=True)] for pair in pairs]
+    return _Exponentials(e, error, terms, form.exp_scale, form.quantum_bits)
+
+
+def _pair(total: int, exponent: int, form: ref.Format) -> tuple[Any, Any]:
+    """total * 2**exponent rounded once, and what that left, rounded once."""
+    head = ref.round_integer(total, exponent, form)
+    rest = total - int(np.ldexp(np.float64(head), -exponent))
+    return head, ref.round_integer(rest, exponent, form)
 
 
 def _softmax_rows(rows: Floats) -> Floats:
@@ -60,24 +78,21 @@ def _softmax_rows(rows: Floats) -> Floats:
     # A row without a finite maximum is NaN throughout; zeros keep the arithmetic below quiet.
     x, m = np.where(valid, x, form.dtype(0)), np.where(valid, m, form.dtype(0))
     with np.errstate(all="ignore"):
-        e, sums, quantum = _exponential_sums(x, m, short)
+        exponentials = _exponentials(x, m, short)
         y = np.empty_like(x)
-        for row, total in enumerate(sums):
+        for row, (e, terms) in enumerate(zip(exponentials.e, exponentials.terms, strict=True)):
+            s, rest = _pair(sum(terms), -exponentials.bits, form)
+            r = form.dtype(1) / s
+            down = form.dtype(2.0**-exponentials.scale)
             if short:
-                s = ref.round_integer(total, quantum + c.SHORT_QUANTUM_BITS, form)
-                y[row] = e[row] * (form.dtype(1) / s)
+                y[row] = e * (form.dtype(1) / (s / down))
+                continue
+            r_low = ref.fma(-r, rest, ref.fma(-r, s, form.dtype(1))) * r
+            if form.bits == 32:
+                y[row] = ref.fma(e, r * down, e * (r_low * down))
             else:
-                s = ref.round_integer(total, quantum, form)
-                rest = total - int(np.ldexp(np.float64(s), -quantum))
-                s_low = ref.round_integer(rest, quantum, form)
-                r = form.dtype(1) / s
-                residual = ref.fma(-r, s_low, ref.fma(-r, s, form.dtype(1)))
-                r_low = residual * r
-                if form.bits == 32:
-                    down = form.dtype(2.0**-form.exp_scale)
-                    y[row] = ref.fma(e[row], r * down, e[row] * (r_low * down))
-                else:
-                    y[row] = ref.fma(e[row], r, e[row] * r_low) * form.dtype(2.0**-form.exp_scale)
+                # Two roundings for a subnormal result, but no scaled reciprocal that could underflow.
+                y[row] = ref.fma(e, r, e * r_low) * down
         y = np.where(valid, y, form.dtype(np.nan))
     return ref.narrow(y, rows.dtype)
 
@@ -90,10 +105,18 @@ def _log_softmax_rows(rows: Floats) -> Floats:
     valid = np.isfinite(m)
     x, m = np.where(valid, x, form.dtype(0)), np.where(valid, m, form.dtype(0))
     with np.errstate(all="ignore"):
-        _, sums, quantum = _exponential_sums(x, m, short)
-        # The largest term is exactly 1, and leaves as an integer: a small remainder keeps all of its bits.
-        t = np.array([ref.round_integer(total - (1 << -quantum), quantum, form) for total in sums], form.dtype)
-        high, low = ref.log1p_pair(t)
+        exponentials = _exponentials(x, m, short)
+        t, t_low = np.empty(len(x), x.dtype), np.empty(len(x), x.dtype)
+        for row, terms in enumerate(exponentials.terms):
+            # The largest term leaves the sum as an integer: a float logarithm of the rounded sum would lose every
+            # small term when one dominates.
+            top = int(np.argmax(x[row]))
+            rest, rest_low = _pair(sum(terms) - terms[top], -exponentials.bits, form)
+            down = form.dtype(2.0**-exponentials.scale)
+            e, error = exponentials.e[row, top] * down, exponentials.error[row, top] * down
+            t[row] = rest / e
+            t_low[row] = ((ref.fma(-t[row], e, rest) + rest_low) - t[row] * error) / e
+        high, low = ref.log1p_pair(t, t_low)
         if short:
             y = (x - m) - high[:, None]
         else:

@@ -1,0 +1,112 @@
+"""Elementwise functions on the CPU, over a range of a contiguous array."""
+
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from isograd.elementwise.reference import SILU_CLAMP
+from isograd.numerics import numba_ops as ops
+from isograd.numerics.numba_compile import kernel
+from isograd.numerics.numba_memory import (
+    BLOCK,
+    load,
+    load_block,
+    pointer,
+    stack_block,
+    store,
+    store_block,
+    work_zero,
+)
+
+_FORCE = {"forceinline": True}
+
+
+def silu_value(x: Any) -> Any:
+    """The product x * sigmoid(x)."""
+    raise NotImplementedError
+
+
+@overload(silu_value, jit_options=_FORCE)
+def _silu_value(x):
+    of = np.float32 if x == types.float32 else np.float64
+    zero, one, low = of(0), of(1), of(-SILU_CLAMP)
+
+    def value(x):
+        z = ops.exp(x if x < zero else -x)
+        n = x if x >= zero else (x if x > low else low) * z
+        return n / (one + z)
+
+    return value
+
+
+def silu_slope(x: Any) -> Any:
+    """The derivative of x * sigmoid(x)."""
+    raise NotImplementedError
+
+
+@overload(silu_slope, jit_options=_FORCE)
+def _silu_slope(x):
+    of = np.float32 if x == types.float32 else np.float64
+    zero, one, low, high = of(0), of(1), of(-SILU_CLAMP), of(SILU_CLAMP)
+
+    def slope(x):
+        z = ops.exp(x if x < zero else -x)
+        d = one + z
+        w = x if x > low else low
+        w = w if w < high else high
+        n = ops.fma(w, z, d) if x >= zero else z * (d + w)
+        return n / (d * d)
+
+    return slope
+
+
+@kernel
+def exp(like, x_address, y_address, start, stop):
+    x, y = pointer(x_address, like), pointer(y_address, like)
+    block = stack_block(work_zero(like))
+    for j in range(start, stop, BLOCK):
+        count = min(stop - j, BLOCK)
+        load_block(x, j, 1, count, block)
+        for i in range(count):
+            store(block, i, ops.exp(load(block, i)))
+        store_block(y, j, 1, count, block)
+
+
+@kernel
+def log(like, x_address, y_address, start, stop):
+    x, y = pointer(x_address, like), pointer(y_address, like)
+    block = stack_block(work_zero(like))
+    for j in range(start, stop, BLOCK):
+        count = min(stop - j, BLOCK)
+        load_block(x, j, 1, count, block)
+        for i in range(count):
+            store(block, i, ops.log(load(block, i)))
+        store_block(y, j, 1, count, block)
+
+
+@kernel
+def silu(like, x_address, y_address, start, stop):
+    x, y = pointer(x_address, like), pointer(y_address, like)
+    block = stack_block(work_zero(like))
+    for j in range(start, stop, BLOCK):
+        count = min(stop - j, BLOCK)
+        load_block(x, j, 1, count, block)
+        for i in range(count):
+            store(block, i, silu_value(load(block, i)))
+        store_block(y, j, 1, count, block)
+
+
+@kernel
+def silu_backward(like, dy_address, x_address, dx_address, start, stop):
+    dy, x, dx = pointer(dy_address, like), pointer(x_address, like), pointer(dx_address, like)
+    zero = work_zero(like)
+    a, b = stack_block(zero), stack_block(zero)
+    for j in range(start, stop, BLOCK):
+        count = min(stop - j, BLOCK)
+        load_block(dy, j, 1, count, a)
+        load_block(x, j, 1, count, b)
+        for i in range(count):
+            store(b, i, load(a, i) * silu_slope(load(b, i)))
+        store_block(dx, j, 1, count, b)

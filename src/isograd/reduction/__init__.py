@@ -1,0 +1,1 @@
+"""Sums and means, the same bits in every order of the terms."""

@@ -1,0 +1,74 @@
+"""sum and mean over any axes, with the same bits in every order of the terms (rule 4 of `docs/arithmetic.md`).
+
+NumPy arrays of float16, bfloat16, float32 or float64 of any shape and strides; the result has the same dtype. Where the
+reduced axes are not the last ones of a C-contiguous array, the array is copied.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isograd import parallel
+from isograd.errors import InvalidProblemError
+from isograd.numerics.reference import work_dtype
+from isograd.numerics.storage import address, kernel_type, require_array
+from isograd.reduction import numba_kernels
+
+Axes = int | tuple[int, ...] | None
+
+_GRAIN = 1 << 16  # elements of one chunk
+
+
+def _axes(operation: str, axis: Any, rank: int) -> tuple[int, ...]:
+    """The reduced axes, none of them negative, in ascending order."""
+    if axis is None:
+        return tuple(range(rank))
+    axes = []
+    for a in axis if isinstance(axis, tuple) else (axis,):
+        if isinstance(a, bool) or not isinstance(a, (int, np.integer)):
+            raise InvalidProblemError(f"{operation}: axis is {axis!r}; expected None, an int or a tuple of ints")
+        if not -rank <= a < rank:
+            raise InvalidProblemError(f"{operation}: axis {a} is out of range for an array of rank {rank}")
+        axes.append(int(a) % rank)
+    if len(set(axes)) != len(axes):
+        raise InvalidProblemError(f"{operation}: axis {axis!r} names an axis twice")
+    return tuple(sorted(axes))
+
+
+def _reduce(operation: str, x: NDArray[Any], axis: Axes, keepdims: bool) -> NDArray[Any]:
+    require_array(operation, "x", x)
+    axes = _axes(operation, axis, x.ndim)
+    kept = tuple(d for d in range(x.ndim) if d not in axes)
+    shape = tuple(1 if d in axes else n for d, n in enumerate(x.shape) if keepdims or d not in axes)
+    terms = np.ascontiguousarray(x.transpose(kept + axes))
+    count = math.prod(x.shape[d] for d in axes)
+    out = np.empty(shape, x.dtype)
+    divisor = work_dtype(x.dtype)(count if operation == "mean" else 1)
+    grain = max(_GRAIN // max(count, 1), 1)
+    parallel.for_ranges(
+        numba_kernels.sum_rows, out.size, grain, kernel_type(x.dtype), address(terms), address(out), count, divisor
+    )
+    return out
+
+
+def sum(x: NDArray[Any], axis: Axes = None, keepdims: bool = False) -> NDArray[Any]:  # noqa: A001 - NumPy's name
+    """The sum over an axis, a tuple of axes, or all; zero where there are no terms.
+
+    Off by at most `count * q / 2` plus half an ulp of the result, q = 2^(E - 44) (float64: 2^(E - 88)) with E the
+    exponent of the largest term, plus half an ulp of a 16-bit result. Not-finite terms give what IEEE addition gives
+    in any order: NaN for a NaN or both infinities, else the infinity.
+
+    Raises InvalidProblemError for an axis out of range or named twice and for anything that is no array,
+    UnsupportedError for other dtypes.
+    """
+    return _reduce("sum", x, axis, keepdims)
+
+
+def mean(x: NDArray[Any], axis: Axes = None, keepdims: bool = False) -> NDArray[Any]:
+    """The mean over an axis, a tuple of axes, or all: RN(sum / count) in the work type; NaN without terms.
+
+    The sum is formed first, so a mean whose sum overflows is infinite. Errors as for `sum`.
+    """
+    return _reduce("mean", x, axis, keepdims)

@@ -1,0 +1,59 @@
+"""The order-free sum on the CPU, over a range of contiguous rows."""
+
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from isograd.numerics import constants as c
+from isograd.numerics.numba_compile import kernel
+from isograd.numerics.numba_memory import BLOCK, load_block, pointer, stack_block, store, work_zero
+from isograd.numerics.numba_ops import add_limbs, magnitude_key, narrow, wide_to_float
+from isograd.numerics.numba_sum import (
+    block_magnitude,
+    block_special,
+    block_terms,
+    is_finite_key,
+    special_value,
+    sum_scale,
+)
+
+
+def _limb_shift(like: Any) -> Any:
+    raise NotImplementedError
+
+
+@overload(_limb_shift, jit_options={"forceinline": True})
+def _limb_shift_overload(like):
+    shift = c.LIMB_SHIFT_64 if like == types.float64 else c.LIMB_SHIFT_32
+    return lambda like: np.int64(shift)
+
+
+@kernel
+def sum_rows(like, x_address, y_address, n, divisor, start, stop):
+    """y[row] = the sum of row `row`, n elements, divided by a number of the work type."""
+    x, y = pointer(x_address, like), pointer(y_address, like)
+    zero = work_zero(like)
+    block = stack_block(zero)
+    for row in range(start, stop):
+        offset = row * n
+        key = magnitude_key(zero)
+        for j in range(0, n, BLOCK):
+            count = min(n - j, BLOCK)
+            load_block(x, offset + j, 1, count, block)
+            key = block_magnitude(block, count, key)
+        finite = is_finite_key(key)
+        first, second, exponent = sum_scale(key)
+        hi, lo, special = np.int64(0), np.uint64(0), np.int64(0)
+        for j in range(0, n, BLOCK):
+            count = min(n - j, BLOCK)
+            if n > BLOCK:
+                load_block(x, offset + j, 1, count, block)
+            if finite:
+                high, low = block_terms(block, count, first, second)
+                hi, lo = add_limbs(hi, lo, high, low, _limb_shift(like))
+            else:
+                special = block_special(block, count, special)
+        s = wide_to_float(hi, lo, exponent, zero) if finite else special_value(special, zero)
+        store(y, row, narrow(s / divisor, like))

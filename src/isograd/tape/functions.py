@@ -1,0 +1,109 @@
+"""The operations of the tape as functions: at least one operand is a Variable, the result is one.
+
+The other operand of a binary operation may be a NumPy array of the same dtype or a Python number. Shapes broadcast as
+in NumPy. All raise InvalidProblemError for operands or shapes that do not match.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from isograd.errors import InvalidProblemError
+from isograd.tape import rules
+from isograd.tape.variable import Operand, Variable, apply
+
+
+def add(a: Operand, b: Operand) -> Variable:
+    """The sum of two operands."""
+    return apply(rules.add, a, b)
+
+
+def sub(a: Operand, b: Operand) -> Variable:
+    """The difference of two operands."""
+    return apply(rules.sub, a, b)
+
+
+def mul(a: Operand, b: Operand) -> Variable:
+    """The product of two operands, element by element."""
+    return apply(rules.mul, a, b)
+
+
+def div(a: Operand, b: Operand) -> Variable:
+    """The quotient of two operands."""
+    return apply(rules.div, a, b)
+
+
+def neg(x: Variable) -> Variable:
+    """The operand with its sign changed."""
+    return apply(rules.neg, x)
+
+
+def matmul(a: Operand, b: Operand) -> Variable:
+    """The matrix product with the shape rules of `numpy.matmul`, order-free (`isograd.numerics.matmul`)."""
+    return apply(rules.matmul, a, b)
+
+
+def exp(x: Variable) -> Variable:
+    """The exponential."""
+    return apply(rules.exp, x)
+
+
+def log(x: Variable) -> Variable:
+    """The natural logarithm."""
+    return apply(rules.log, x)
+
+
+def sqrt(x: Variable) -> Variable:
+    """The square root."""
+    return apply(rules.sqrt, x)
+
+
+def relu(x: Variable) -> Variable:
+    """max(x, 0); the slope at 0 is 0."""
+    return apply(rules.relu, x)
+
+
+def silu(x: Variable) -> Variable:
+    """The product x * sigmoid(x)."""
+    return apply(rules.silu, x)
+
+
+def softmax(x: Variable, axis: int = -1) -> Variable:
+    """Softmax over an axis."""
+    return apply(rules.softmax, x, axis=axis)
+
+
+def log_softmax(x: Variable, axis: int = -1) -> Variable:
+    """The logarithm of softmax over an axis."""
+    return apply(rules.log_softmax, x, axis=axis)
+
+
+def sum(x: Variable, axis: rules.Axes = None, keepdims: bool = False) -> Variable:  # noqa: A001 - NumPy's name
+    """The order-free sum over an axis, a tuple of axes, or all."""
+    return apply(rules.sum, x, axis=axis, keepdims=keepdims)
+
+
+def mean(x: Variable, axis: rules.Axes = None, keepdims: bool = False) -> Variable:
+    """The mean over an axis, a tuple of axes, or all."""
+    return apply(rules.mean, x, axis=axis, keepdims=keepdims)
+
+
+def reshape(x: Variable, shape: int | tuple[int, ...]) -> Variable:
+    """The same elements in another shape; one size may be -1."""
+    return apply(rules.reshape, x, shape=shape)
+
+
+def transpose(x: Variable, axes: tuple[int, ...] | None = None) -> Variable:
+    """Permute the axes; without `axes`, reverse them."""
+    return apply(rules.transpose, x, axes=axes)
+
+
+def getitem(x: Variable, index: Any) -> Variable:
+    """A part of x by basic indexing: integers, slices with any step, an ellipsis, None."""
+    return apply(rules.getitem, x, index=index)
+
+
+def concatenate(operands: Sequence[Operand], axis: int = 0) -> Variable:
+    """Join variables, and arrays of their dtype, along an axis."""
+    if isinstance(operands, Variable) or len(operands) == 0:
+        raise InvalidProblemError("concatenate: expected a sequence of at least one variable")
+    return apply(rules.concatenate, *operands, axis=axis)
