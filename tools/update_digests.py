@@ -1,0 +1,52 @@
+"""Write the digests that ship with the package anew: python tools/update_digests.py
+
+The digests of `isograd verify` are those of the NumPy reference, which defines the results, not of any kernel. The
+script then lets every kernel of this machine check against them, and trains the demo once. Run it after a change of the
+contract or of the cases, and look at what changed: a digest that moves without a change of the contract is a bug.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from isograd import registry
+from isograd.cli import check, training
+from isograd.cli.cases import SUITES, cases
+from isograd.fenv import default_environment
+from isograd.plan import DTYPES
+
+TARGET = Path(__file__).parent.parent / "src" / "isograd" / "cli" / "digests.json"
+
+
+def main() -> int:
+    """Compute, check and write; the exit status is 1 if a kernel disagrees with the reference."""
+    digests: dict[str, Any] = {"inputs": {}, "results": {}}
+    for operation, suite in SUITES.items():
+        for dtype in DTYPES:
+            given = cases(operation, dtype)
+            with default_environment():
+                results = {c.name: check.digest(suite.reference(**c.inputs, axis=c.axis)) for c in given}
+            if len(results) != len(given):
+                raise SystemExit(f"{operation} {dtype}: two cases share a name")
+            digests["inputs"].setdefault(operation, {})[dtype] = check.inputs_digest(given)
+            digests["results"].setdefault(operation, {})[dtype] = results
+    weights = training.train(training.load_data(), training.EPOCHS, training.SEED).weights
+    digests["demo"] = {"epochs": training.EPOCHS, "seed": training.SEED, "weights": training.digest(weights)}
+    status, differs = 0, False
+    for entry in registry.kernels():
+        if entry.operation in SUITES and entry.device in check.DEVICES:
+            report = check.verify_kernel(entry, cases(entry.operation, entry.dtype), digests)
+            for failure in report.failures:
+                print(f"{entry.operation} {entry.dtype} {entry.kernel.name}: {failure}")
+                status, differs = 1, differs or failure.check == "digest"
+    if differs:
+        print("Nothing written: a kernel differs from the reference.")
+    else:
+        TARGET.write_text(json.dumps(digests, indent=1) + "\n", "utf-8")
+        print(f"{TARGET.name} written")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
