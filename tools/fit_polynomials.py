@@ -33,9 +33,9 @@ def minimax(function: Function, weight: Function, degree: int, low: mpf, high: m
     count = degree + 2
     middle, radius = (low + high) / 2, (high - low) / 2
     nodes = [middle - radius * cos(pi * (mpf(2 * i + 1)) / (2 * count)) for i in range(count)]
-    points = linspace(low, high, 800)
+    points = linspace(low, high, 401)
     coefficients, worst = [], mpf(0)
-    for _ in range(20):
+    for _ in range(30):
         system, values = matrix(count, count), matrix(count, 1)
         for row, x in enumerate(nodes):
             for power in range(degree + 1):
