@@ -1,4 +1,6 @@
-"""Write the digests that ship with the package anew: python tools/update_digests.py
+"""Write the digests that ship with the package anew.
+
+    python tools/update_digests.py
 
 The digests of `isograd verify` are those of the NumPy reference, which defines the results, not of any kernel. The
 script then lets every kernel of this machine check against them, and trains the demo once. Run it after a change of the

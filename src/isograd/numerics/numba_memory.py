@@ -14,7 +14,7 @@ from numba.extending import intrinsic, overload
 from isograd.numerics.numba_compile import device_function
 from isograd.numerics.numba_ops import narrow, widen
 
-BLOCK = 1024  # elements that are worked on at a time: a few blocks fit the first-level cache
+BLOCK = 4096  # elements that are worked on at a time: 16 KiB, so that a block stays in the first-level cache
 LANES = 512  # neighbouring rows that advance together when the reduced axis is not the contiguous one
 _FORCE = {"forceinline": True}
 _WORK = {
@@ -53,29 +53,6 @@ def store(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
     return types.void(base, types.int64, base.dtype), generate
 
 
-@intrinsic
-def _prefetch(typingctx: Any, base: Any, index: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        word = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), (byte, word, word, word))
-        function = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
-        address = builder.bitcast(builder.gep(arguments[0], [arguments[1]]), byte)
-        # for reading, into the second-level cache, data
-        builder.call(function, (address, word(0), word(2), word(1)))
-        return context.get_dummy_value()
-
-    return types.void(base, types.int64), generate
-
-
-@device_function
-def prefetch_block(base, offset, stride, count, line):
-    """Ask for a block of a contiguous row ahead of its use; `line` is the number of elements in a cache line."""
-    if stride == 1:
-        for i in range(0, count, line):
-            _prefetch(base, offset + i)
-
-
 def _stack(size: int) -> Any:
     # Arrays a multiple of 4096 bytes apart would compete for the same sets of the first-level cache.
     padded = size + 32
@@ -109,6 +86,63 @@ def _work_zero(like):
     return (lambda like: np.float32(0)) if _WORK[like] == types.float32 else (lambda like: np.float64(0))
 
 
+def empty_work(count: Any, like: Any) -> Any:
+    """An array of the type that the storage type of `like` is computed in."""
+    raise NotImplementedError
+
+
+@overload(empty_work, jit_options=_FORCE)
+def _empty_work(count, like):
+    dtype = np.float32 if _WORK[like] == types.float32 else np.float64
+    return lambda count, like: np.empty(count, dtype)
+
+
+@intrinsic
+def _address(typingctx: Any, base: Any, index: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ptrtoint(builder.gep(arguments[0], [arguments[1]]), ir.IntType(64))
+
+    return types.int64(base, types.int64), generate
+
+
+@intrinsic
+def _store_line(typingctx: Any, base: Any, index: Any, block: Any, position: Any) -> Any:
+    """Copy 64 bytes of a block to an aligned place past the caches."""
+    line = ir.VectorType(ir.IntType(32), 16)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        to, at, source, start = arguments
+        source = builder.bitcast(builder.gep(source, [start]), line.as_pointer())
+        to = builder.bitcast(builder.gep(to, [at]), line.as_pointer())
+        instruction = builder.store(builder.load(source, align=2), to, align=64)
+        constant = ir.Constant(ir.IntType(32), 1)
+        instruction.set_metadata("nontemporal", builder.module.add_metadata([constant]))
+        return context.get_dummy_value()
+
+    return types.void(base, types.int64, block, types.int64), generate
+
+
+@intrinsic
+def fence(typingctx: Any) -> Any:
+    """Make stores past the caches visible before anything that follows."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+def _line_elements(like: Any) -> Any:
+    raise NotImplementedError
+
+
+@overload(_line_elements, jit_options=_FORCE)
+def _line_elements_overload(like):
+    elements = 64 // (2 if like in (types.int16, types.uint16) else like.bitwidth // 8)
+    return lambda like: np.int64(elements)
+
+
 @device_function
 def load_block(base, offset, stride, count, block):
     """Widen `count` elements into a block."""
@@ -121,15 +155,43 @@ def load_block(base, offset, stride, count, block):
 
 
 @device_function
-def store_block(base, offset, stride, count, block):
-    """Narrow `count` elements of a block."""
+def store_block(base, offset, stride, count, block, streaming):
+    """Narrow `count` elements of a block.
+
+    With `streaming` a contiguous result bypasses the caches: it is too large to be found there later, and the memory
+    it goes to need not be read first.
+    """
     like = load(base, offset)
-    if stride == 1:
-        for i in range(count):
-            store(base, offset + i, narrow(load(block, i), like))
-    else:
+    if stride != 1:
         for i in range(count):
             store(base, offset + i * stride, narrow(load(block, i), like))
+    elif streaming:
+        staged = stack_block(like)
+        for i in range(count):
+            store(staged, i, narrow(load(block, i), like))
+        line = _line_elements(like)
+        head = min(((-_address(base, offset)) & 63) * line // 64, count)
+        for i in range(head):
+            store(base, offset + i, load(staged, i))
+        lines = (count - head) // line
+        for i in range(lines):
+            _store_line(base, offset + head + i * line, staged, head + i * line)
+        for i in range(head + lines * line, count):
+            store(base, offset + i, load(staged, i))
+    else:
+        for i in range(count):
+            store(base, offset + i, narrow(load(block, i), like))
+
+
+@device_function
+def multiply_block(a, a_offset, a_stride, b, b_offset, b_stride, count, block):
+    """The products of two rows, read side by side: memory is faster when neither stream pauses."""
+    if a_stride == 1 and b_stride == 1:
+        for i in range(count):
+            store(block, i, widen(load(a, a_offset + i)) * widen(load(b, b_offset + i)))
+    else:
+        for i in range(count):
+            store(block, i, widen(load(a, a_offset + i * a_stride)) * widen(load(b, b_offset + i * b_stride)))
 
 
 @device_function

@@ -34,10 +34,11 @@ def ulp(x: Floats, dtype: str) -> Floats:
     return np.asarray(np.ldexp(np.ones_like(x), np.maximum(exponent - 1, least) - precision + 1))
 
 
-def _work(dtype: str) -> tuple[float, int, float, float]:
+def _work(dtype: str) -> tuple[float, int, Any, float]:
     """(u, bits of the quantum, η, largest finite number) of the work type."""
     if dtype == "float64":
-        return 2.0**-53, c.QUANTUM_BITS + c.LIMB_SHIFT_64, 0.0, _FORMATS["float64"][2]
+        # 2**-1075 needs a wider type than binary64; where there is none, so does the error it bounds.
+        return 2.0**-53, c.QUANTUM_BITS + c.LIMB_SHIFT_64, np.ldexp(np.longdouble(1), -1075), _FORMATS["float64"][2]
     return 2.0**-24, c.QUANTUM_BITS, 2.0**-150, _FORMATS["float32"][2]
 
 

@@ -13,8 +13,11 @@ from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import (
     BLOCK,
     LANES,
+    empty_work,
+    fence,
     load,
     load_block,
+    multiply_block,
     pointer,
     row_offset,
     stack_block,
@@ -33,6 +36,7 @@ from isograd.numerics.numba_ops import (
     split_term,
     term_bias,
     wide_to_float,
+    widen,
 )
 from isograd.numerics.numba_sum import (
     PARTIAL,
@@ -86,13 +90,19 @@ def _fill_nan(y, offset, stride, n, block, like):
     for i in range(BLOCK):
         store(block, i, work_nan(like))
     for start in range(0, n, BLOCK):
-        store_block(y, offset + start * stride, stride, min(n - start, BLOCK), block)
+        store_block(y, offset + start * stride, stride, min(n - start, BLOCK), block, False)
 
 
 @kernel
-def softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n, x_stride, y_stride, start, stop):
+def softmax_rows(
+    like, x_address, y_address, shape, x_strides, y_strides, n, x_stride, y_stride, streaming, start, stop
+):
     x, y = pointer(x_address, like), pointer(y_address, like)
-    block = stack_block(work_zero(like))
+    zero = work_zero(like)
+    block = stack_block(zero)
+    # A row that is longer than a block keeps its exponentials here, in the second-level cache.
+    kept = empty_work(n if n > BLOCK else 0, like)
+    exponentials = pointer(kept.ctypes.data, zero)
     scale = term_scale(n, like)
     for row in range(start, stop):
         xo, yo = row_offset(row, shape, x_strides), row_offset(row, shape, y_strides)
@@ -108,25 +118,23 @@ def softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n, x_s
                 load_block(x, xo + j * x_stride, x_stride, count, block)
             high, low = exponential_block(block, count, base, floor, bias, scale, like)
             hi, lo = add_limbs(hi, lo, high, low, limb_shift(like))
-            if n > BLOCK and not is_short(like):
-                store_block(y, yo + j * y_stride, y_stride, count, block)
+            if n > BLOCK:
+                store_block(exponentials, j, 1, count, block, False)
         r, r_low = reciprocal(hi, lo, n, like)
         for j in range(0, n, BLOCK):
             count = min(n - j, BLOCK)
             if n > BLOCK:
-                if is_short(like):
-                    load_block(x, xo + j * x_stride, x_stride, count, block)
-                    for i in range(count):
-                        store(block, i, exponential(load(block, i), base, floor, bias, like)[0])
-                else:
-                    load_block(y, yo + j * y_stride, y_stride, count, block)
+                load_block(exponentials, j, 1, count, block)
             for i in range(count):
                 store(block, i, quotient(load(block, i), r, r_low, like))
-            store_block(y, yo + j * y_stride, y_stride, count, block)
+            store_block(y, yo + j * y_stride, y_stride, count, block, streaming)
+    fence()
 
 
 @kernel
-def log_softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n, x_stride, y_stride, start, stop):
+def log_softmax_rows(
+    like, x_address, y_address, shape, x_strides, y_strides, n, x_stride, y_stride, streaming, start, stop
+):
     x, y = pointer(x_address, like), pointer(y_address, like)
     block = stack_block(work_zero(like))
     scale = term_scale(n, like)
@@ -150,95 +158,117 @@ def log_softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n,
             load_block(x, xo + j * x_stride, x_stride, count, block)
             for i in range(count):
                 store(block, i, log_probability(load(block, i), m, top, middle, rest, like))
-            store_block(y, yo + j * y_stride, y_stride, count, block)
+            store_block(y, yo + j * y_stride, y_stride, count, block, streaming)
+    fence()
 
 
 @device_function
-def _multiply(p, q, count, out):
-    for i in range(count):
-        store(out, i, load(p, i) * load(q, i))
+def _softmax_gradient(dy, dy_offset, dy_stride, y, y_offset, y_stride, count, s, block):
+    if dy_stride == 1 and y_stride == 1:
+        for i in range(count):
+            store(block, i, widen(load(y, y_offset + i)) * (widen(load(dy, dy_offset + i)) - s))
+    else:
+        for i in range(count):
+            v = widen(load(y, y_offset + i * y_stride))
+            store(block, i, v * (widen(load(dy, dy_offset + i * dy_stride)) - s))
 
 
 @kernel
 def softmax_backward_rows(
     like, dy_address, y_address, dx_address, shape, dy_strides, y_strides, dx_strides, n,
-    dy_stride, y_stride, dx_stride, start, stop,
+    dy_stride, y_stride, dx_stride, streaming, start, stop,
 ):  # fmt: skip
     dy, y, dx = pointer(dy_address, like), pointer(y_address, like), pointer(dx_address, like)
     zero = work_zero(like)
-    a, b, p = stack_block(zero), stack_block(zero), stack_block(zero)
+    block = stack_block(zero)
     for row in range(start, stop):
         dyo, yo = row_offset(row, shape, dy_strides), row_offset(row, shape, y_strides)
         dxo = row_offset(row, shape, dx_strides)
         key = magnitude_key(zero)
         for j in range(0, n, BLOCK):
             count = min(n - j, BLOCK)
-            load_block(dy, dyo + j * dy_stride, dy_stride, count, a)
-            load_block(y, yo + j * y_stride, y_stride, count, b)
-            _multiply(a, b, count, p)
-            key = block_magnitude(p, count, key)
+            multiply_block(dy, dyo + j * dy_stride, dy_stride, y, yo + j * y_stride, y_stride, count, block)
+            key = block_magnitude(block, count, key)
         finite = is_finite_key(key)
         first, second, exponent = sum_scale(key)
         hi, lo, special = np.int64(0), np.uint64(0), np.int64(0)
         for j in range(0, n, BLOCK):
             count = min(n - j, BLOCK)
             if n > BLOCK:
-                load_block(dy, dyo + j * dy_stride, dy_stride, count, a)
-                load_block(y, yo + j * y_stride, y_stride, count, b)
-                _multiply(a, b, count, p)
+                multiply_block(dy, dyo + j * dy_stride, dy_stride, y, yo + j * y_stride, y_stride, count, block)
             if finite:
-                high, low = block_terms(p, count, first, second)
+                high, low = block_terms(block, count, first, second)
                 hi, lo = add_limbs(hi, lo, high, low, limb_shift(like))
             else:
-                special = block_special(p, count, special)
+                special = block_special(block, count, special)
         s = wide_to_float(hi, lo, exponent, zero) if finite else special_value(special, zero)
         for j in range(0, n, BLOCK):
             count = min(n - j, BLOCK)
-            if n > BLOCK:
-                load_block(dy, dyo + j * dy_stride, dy_stride, count, a)
-                load_block(y, yo + j * y_stride, y_stride, count, b)
-            for i in range(count):
-                store(p, i, load(b, i) * (load(a, i) - s))
-            store_block(dx, dxo + j * dx_stride, dx_stride, count, p)
+            _softmax_gradient(
+                dy, dyo + j * dy_stride, dy_stride, y, yo + j * y_stride, y_stride, count, s, block
+            )  # fmt: skip
+            store_block(dx, dxo + j * dx_stride, dx_stride, count, block, streaming)
+    fence()
+
+
+@device_function
+def _load_and_exponentiate(dy, dy_offset, dy_stride, y, y_offset, y_stride, count, block, e):
+    """dy and exp(y), read side by side: the arithmetic of one hides the wait for the other."""
+    if dy_stride == 1 and y_stride == 1:
+        for i in range(count):
+            store(block, i, widen(load(dy, dy_offset + i)))
+            store(e, i, exp(widen(load(y, y_offset + i))))
+    else:
+        for i in range(count):
+            store(block, i, widen(load(dy, dy_offset + i * dy_stride)))
+            store(e, i, exp(widen(load(y, y_offset + i * y_stride))))
 
 
 @kernel
 def log_softmax_backward_rows(
     like, dy_address, y_address, dx_address, shape, dy_strides, y_strides, dx_strides, n,
-    dy_stride, y_stride, dx_stride, start, stop,
+    dy_stride, y_stride, dx_stride, streaming, start, stop,
 ):  # fmt: skip
     dy, y, dx = pointer(dy_address, like), pointer(y_address, like), pointer(dx_address, like)
     zero = work_zero(like)
-    a, b = stack_block(zero), stack_block(zero)
+    block, e = stack_block(zero), stack_block(zero)
+    # A row that is longer than a block keeps its exponentials here, in the second-level cache.
+    kept = empty_work(n if n > BLOCK else 0, like)
+    exponentials = pointer(kept.ctypes.data, zero)
     for row in range(start, stop):
         dyo, yo = row_offset(row, shape, dy_strides), row_offset(row, shape, y_strides)
         dxo = row_offset(row, shape, dx_strides)
         key = magnitude_key(zero)
         for j in range(0, n, BLOCK):
             count = min(n - j, BLOCK)
-            load_block(dy, dyo + j * dy_stride, dy_stride, count, a)
-            key = block_magnitude(a, count, key)
+            _load_and_exponentiate(
+                dy, dyo + j * dy_stride, dy_stride, y, yo + j * y_stride, y_stride, count, block, e
+            )  # fmt: skip
+            key = block_magnitude(block, count, key)
+            if n > BLOCK:
+                store_block(exponentials, j, 1, count, e, False)
         finite = is_finite_key(key)
         first, second, exponent = sum_scale(key)
         hi, lo, special = np.int64(0), np.uint64(0), np.int64(0)
         for j in range(0, n, BLOCK):
             count = min(n - j, BLOCK)
             if n > BLOCK:
-                load_block(dy, dyo + j * dy_stride, dy_stride, count, a)
+                load_block(dy, dyo + j * dy_stride, dy_stride, count, block)
             if finite:
-                high, low = block_terms(a, count, first, second)
+                high, low = block_terms(block, count, first, second)
                 hi, lo = add_limbs(hi, lo, high, low, limb_shift(like))
             else:
-                special = block_special(a, count, special)
+                special = block_special(block, count, special)
         s = wide_to_float(hi, lo, exponent, zero) if finite else special_value(special, zero)
         for j in range(0, n, BLOCK):
             count = min(n - j, BLOCK)
             if n > BLOCK:
-                load_block(dy, dyo + j * dy_stride, dy_stride, count, a)
-            load_block(y, yo + j * y_stride, y_stride, count, b)
+                load_block(dy, dyo + j * dy_stride, dy_stride, count, block)
+                load_block(exponentials, j, 1, count, e)
             for i in range(count):
-                store(b, i, fma(-exp(load(b, i)), s, load(a, i)))
-            store_block(dx, dxo + j * dx_stride, dx_stride, count, b)
+                store(block, i, fma(-load(e, i), s, load(block, i)))
+            store_block(dx, dxo + j * dx_stride, dx_stride, count, block, streaming)
+    fence()
 
 
 # --- a tile of neighbouring rows at a time --------------------------------------------------------------------------------
@@ -311,14 +341,14 @@ def _lane_exponential_sums(
             store(high, i, h + load(high, i))
             store(low, i, v + load(low, i))
         if keep:
-            store_block(y, y_offset + j * y_stride, 1, count, block)
+            store_block(y, y_offset + j * y_stride, 1, count, block, False)
         if j % PARTIAL == PARTIAL - 1:
             _fold_lanes(high, low, hi, lo, count, PARTIAL * one, PARTIAL * low_one, like)
     _fold_lanes(high, low, hi, lo, count, (n % PARTIAL) * one, (n % PARTIAL) * low_one, like)
 
 
 @kernel
-def softmax_lanes(like, x_address, y_address, shape, x_strides, y_strides, lanes, n, x_stride, y_stride, start, stop):
+def softmax_lanes(like, x_address, y_address, shape, x_strides, y_strides, lanes, n, x_stride, y_stride, streaming, start, stop):
     x, y = pointer(x_address, like), pointer(y_address, like)
     zero, integer = work_zero(like), lowest_key(like)
     block, m, r, r_low = stack_lanes(zero), stack_lanes(zero), stack_lanes(zero), stack_lanes(zero)
@@ -348,12 +378,13 @@ def softmax_lanes(like, x_address, y_address, shape, x_strides, y_strides, lanes
                 load_block(y, yo + j * y_stride, 1, count, block)
             for i in range(count):
                 store(block, i, quotient(load(block, i), load(r, i), load(r_low, i), like))
-            store_block(y, yo + j * y_stride, 1, count, block)
+            store_block(y, yo + j * y_stride, 1, count, block, streaming)
+    fence()
 
 
 @kernel
 def log_softmax_lanes(
-    like, x_address, y_address, shape, x_strides, y_strides, lanes, n, x_stride, y_stride, start, stop
+    like, x_address, y_address, shape, x_strides, y_strides, lanes, n, x_stride, y_stride, streaming, start, stop
 ):
     x, y = pointer(x_address, like), pointer(y_address, like)
     zero, integer = work_zero(like), lowest_key(like)
@@ -386,7 +417,8 @@ def log_softmax_lanes(
                     i,
                     log_probability(load(block, i), load(m, i), load(top, i), load(middle, i), load(rest, i), like),
                 )
-            store_block(y, yo + j * y_stride, 1, count, block)
+            store_block(y, yo + j * y_stride, 1, count, block, streaming)
+    fence()
 
 
 @device_function
@@ -442,12 +474,12 @@ def _all_finite(key, count):
 @kernel
 def softmax_backward_lanes(
     like, dy_address, y_address, dx_address, shape, dy_strides, y_strides, dx_strides, lanes, n,
-    dy_stride, y_stride, dx_stride, start, stop,
+    dy_stride, y_stride, dx_stride, streaming, start, stop,
 ):  # fmt: skip
     dy, y, dx = pointer(dy_address, like), pointer(y_address, like), pointer(dx_address, like)
     zero, integer = work_zero(like), magnitude_key(work_zero(like))
     one = term_bias(zero)
-    a, b, p, s = stack_lanes(zero), stack_lanes(zero), stack_lanes(zero), stack_lanes(zero)
+    p, s = stack_lanes(zero), stack_lanes(zero)
     first, second = stack_lanes(zero), stack_lanes(zero)
     key, high, low = stack_lanes(integer), stack_lanes(integer), stack_lanes(integer)
     exponent, special = stack_lanes(np.int64(0)), stack_lanes(np.int64(0))
@@ -460,16 +492,12 @@ def softmax_backward_lanes(
             store(key, i, integer)
             store(special, i, np.int64(0))
         for j in range(n):
-            load_block(dy, dyo + j * dy_stride, 1, count, a)
-            load_block(y, yo + j * y_stride, 1, count, b)
-            _multiply(a, b, count, p)
+            multiply_block(dy, dyo + j * dy_stride, 1, y, yo + j * y_stride, 1, count, p)
             _lane_magnitude(p, count, key)
         _lane_scales(key, first, second, exponent, count)
         finite = _all_finite(key, count)
         for j in range(n):
-            load_block(dy, dyo + j * dy_stride, 1, count, a)
-            load_block(y, yo + j * y_stride, 1, count, b)
-            _multiply(a, b, count, p)
+            multiply_block(dy, dyo + j * dy_stride, 1, y, yo + j * y_stride, 1, count, p)
             _lane_terms(p, count, first, second, high, low)
             if not finite:
                 _note_special(p, count, special)
@@ -478,22 +506,22 @@ def softmax_backward_lanes(
         _fold_lanes(high, low, hi, lo, count, (n % PARTIAL) * one, (n % PARTIAL) * one, like)
         _lane_sums(key, special, hi, lo, exponent, s, count, zero)
         for j in range(n):
-            load_block(dy, dyo + j * dy_stride, 1, count, a)
-            load_block(y, yo + j * y_stride, 1, count, b)
+            dy_row, y_row = dyo + j * dy_stride, yo + j * y_stride
             for i in range(count):
-                store(p, i, load(b, i) * (load(a, i) - load(s, i)))
-            store_block(dx, dxo + j * dx_stride, 1, count, p)
+                store(p, i, widen(load(y, y_row + i)) * (widen(load(dy, dy_row + i)) - load(s, i)))
+            store_block(dx, dxo + j * dx_stride, 1, count, p, streaming)
+    fence()
 
 
 @kernel
 def log_softmax_backward_lanes(
     like, dy_address, y_address, dx_address, shape, dy_strides, y_strides, dx_strides, lanes, n,
-    dy_stride, y_stride, dx_stride, start, stop,
+    dy_stride, y_stride, dx_stride, streaming, start, stop,
 ):  # fmt: skip
     dy, y, dx = pointer(dy_address, like), pointer(y_address, like), pointer(dx_address, like)
     zero, integer = work_zero(like), magnitude_key(work_zero(like))
     one = term_bias(zero)
-    a, b, s = stack_lanes(zero), stack_lanes(zero), stack_lanes(zero)
+    a, s = stack_lanes(zero), stack_lanes(zero)
     first, second = stack_lanes(zero), stack_lanes(zero)
     key, high, low = stack_lanes(integer), stack_lanes(integer), stack_lanes(integer)
     exponent, special = stack_lanes(np.int64(0)), stack_lanes(np.int64(0))
@@ -520,8 +548,8 @@ def log_softmax_backward_lanes(
         _fold_lanes(high, low, hi, lo, count, (n % PARTIAL) * one, (n % PARTIAL) * one, like)
         _lane_sums(key, special, hi, lo, exponent, s, count, zero)
         for j in range(n):
-            load_block(dy, dyo + j * dy_stride, 1, count, a)
-            load_block(y, yo + j * y_stride, 1, count, b)
+            dy_row, y_row = dyo + j * dy_stride, yo + j * y_stride
             for i in range(count):
-                store(b, i, fma(-exp(load(b, i)), load(s, i), load(a, i)))
-            store_block(dx, dxo + j * dx_stride, 1, count, b)
+                store(a, i, fma(-exp(widen(load(y, y_row + i))), load(s, i), widen(load(dy, dy_row + i))))
+            store_block(dx, dxo + j * dx_stride, 1, count, a, streaming)
+    fence()

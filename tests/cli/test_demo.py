@@ -1,0 +1,103 @@
+"""`isograd demo`: the accuracy, the published weights, the same bits in every process, and what is missing."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from isograd.cli import check, training
+
+pytest.importorskip("sklearn")
+
+
+def test_published_weights_accuracy_and_plot(cli, tmp_path):
+    pytest.importorskip("matplotlib")
+    result = cli("demo", "--output", tmp_path / "new")
+    assert result.exit_code == 0, result.stdout + result.stderr
+    assert "They agree" in result.stdout
+    assert result.stdout.count(check.published()["demo"]["weights"]) == 2
+    assert (tmp_path / "new" / "isograd-demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_accuracy():
+    run = training.train(training.load_data(), training.EPOCHS, training.SEED)
+    assert run.accuracies[-1] >= 0.96
+    assert len(run.losses) == len(run.accuracies) == training.EPOCHS
+    assert run.losses[-1] < 0.05 < 1 < run.losses[0]
+
+
+def test_altered_published_weights(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr("isograd.cli.demo._published", lambda epochs, seed: "0" * 64)
+    result = cli("demo", "--epochs", 1, "--output", tmp_path)
+    assert result.exit_code == 1
+    assert "They differ" in result.stdout
+    assert "isograd verify" in result.stdout
+
+
+@pytest.mark.parametrize("changed", [("--epochs", 1), ("--epochs", 2, "--seed", 5)])
+def test_other_settings_have_no_published_digest(cli, tmp_path, changed):
+    result = cli("demo", *changed, "--output", tmp_path)
+    assert result.exit_code == 0
+    assert "no published digest" in result.stdout
+
+
+def test_same_weights_in_processes_with_other_threads(cli_process, tmp_path):
+    command = ("demo", "--json", "--epochs", 2, "--output", tmp_path)
+    one = cli_process(*command, ISOGRAD_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+    two = cli_process(*command, ISOGRAD_NUM_THREADS="2", OPENBLAS_NUM_THREADS="2")
+    assert one["sha256"] == two["sha256"]
+    assert one["losses"] == two["losses"]
+    assert one["agrees"] is None
+    other = cli_process(*command, "--seed", 1)
+    assert other["sha256"] != one["sha256"]
+
+
+def test_without_scikit_learn(cli, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    result = cli("demo", "--output", tmp_path)
+    assert result.exit_code == 2
+    assert "scikit-learn, which is not installed: pip install 'isograd[demo]'" in " ".join(result.stderr.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_matplotlib(cli, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    result = cli("demo", "--json", "--epochs", 1, "--output", tmp_path)
+    assert result.exit_code == 0
+    assert "pip install 'isograd[demo]'" in " ".join(result.stderr.split())
+    found = json.loads(result.stdout)
+    assert found["plot"] is None
+    assert len(found["sha256"]) == 64
+
+
+def test_split_is_fixed_and_disjoint():
+    data = training.load_data()
+    assert data.train_x.shape == (1437, 64)
+    assert data.test_x.shape == (360, 64)
+    assert data.train_x.dtype == np.float32
+    assert np.array_equal(np.bincount(np.concatenate([data.train_y, data.test_y])).sum(), 1797)
+    again = training.load_data()
+    assert np.array_equal(again.test_x, data.test_x)
+
+
+def test_gradients_agree_with_finite_differences():
+    x = np.linspace(0, 1, 3 * 64, dtype=np.float32).reshape(3, 64)
+    labels = np.array([3, 0, 9])
+    weights = training.initial_weights(64, seed=1)
+    _, gradients = training.loss_and_gradients(weights, x, labels)
+    step = np.float32(2**-7)
+    for name, index in (("w1", (63, 5)), ("b1", (7,)), ("w2", (100, 3)), ("b2", (9,))):
+        losses = []
+        for sign in (1, -1):
+            moved = {key: w.copy() for key, w in weights.items()}
+            moved[name][index] += sign * step
+            losses.append(training.loss_and_gradients(moved, x, labels)[0])
+        assert gradients[name][index] == pytest.approx((losses[0] - losses[1]) / (2 * step), rel=0.02, abs=1e-4)
+
+
+def test_adam_moves_by_the_rate_at_first():
+    weights = {"w": np.zeros(3, np.float32)}
+    training.Adam(weights).step(weights, {"w": np.array([1.0, -5.0, 1e-3], np.float32)})
+    assert weights["w"] == pytest.approx(np.array([-1, 1, -1]) * training.RATE, rel=1e-4)
+    assert weights["w"].dtype == np.float32

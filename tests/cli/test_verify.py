@@ -1,0 +1,311 @@
+"""`isograd verify`: passes as published, and finds every kind of fault that is planted."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import isograd as ig
+from isograd import parallel, registry
+from isograd.cli import cases, check, devices
+from isograd.plan import DTYPES
+from isograd.softmax.plans import NumbaSoftmax
+
+ONE = ("--operation", "softmax", "--dtype", "float32")
+INVARIANCES = {"threads", "batch", "order", "layout", "padding"}
+
+
+class Faulty(NumbaSoftmax):
+    """The library's kernel, and then a fault."""
+
+    name = "faulty"
+    priority = 10
+
+    def __init__(self, spoil):
+        self._spoil = spoil
+
+    def launch(self, descriptor, arguments, workspace, stream):
+        super().launch(descriptor, arguments, workspace, stream)
+        self._spoil(descriptor, arguments)
+
+
+@pytest.fixture
+def plant():
+    """Register a faulty kernel for softmax in float32."""
+    planted = []
+
+    def register(kernel):
+        ig.register_kernel("softmax", "cpu", "float32", kernel, priority=10)
+        planted.append(kernel.name)
+
+    yield register
+    for name in planted:
+        ig.unregister_kernel("softmax", "cpu", "float32", name)
+
+
+def reports(result):
+    return {k["kernel"]: k for k in json.loads(result.stdout)["kernels"]}
+
+
+def checks(report):
+    return {f["check"] for f in report["failures"]}
+
+
+def test_all_kernels_are_as_published(cli):
+    result = cli("verify", "--json")
+    found = json.loads(result.stdout)
+    assert [f for k in found["kernels"] for f in k["failures"]] == []
+    assert result.exit_code == 0
+    assert found["passed"]
+    assert found["not_verified"] == []
+    assert {(k["operation"], k["dtype"]) for k in found["kernels"]} >= {
+        (operation, dtype) for operation in cases.SUITES for dtype in DTYPES
+    }
+    for kernel in found["kernels"]:
+        assert kernel["cases"] >= 24
+        assert kernel["digests_checked"] == kernel["digests_equal"] == kernel["cases"] == len(kernel["sha256"])
+        assert kernel["invariances"].keys() == INVARIANCES
+        assert all(kernel["invariances"].values())
+        if check.WIDE_ORACLE:
+            # A bound that nothing comes near, or an error that was not measured, would be no check.
+            assert 0.2 < kernel["worst"] <= 1
+
+
+def test_json(cli):
+    found = json.loads(cli("verify", "--json", *ONE).stdout)
+    assert found.keys() == {
+        "isograd", "device", "machine", "threads", "passed", "seconds", "not_verified", "kernels",
+    }  # fmt: skip
+    (kernel,) = found["kernels"]
+    assert kernel.keys() == {
+        "operation", "dtype", "device", "kernel", "cases", "skipped", "worst", "worst_case", "bound_kept",
+        "invariances", "digests_checked", "digests_equal", "sha256", "failures",
+    }  # fmt: skip
+    assert found["isograd"] == ig.__version__
+
+
+def test_table(cli):
+    result = cli("verify", *ONE)
+    assert result.exit_code == 0
+    assert "All as promised" in result.stdout
+    assert "24 of 24" in result.stdout
+    assert "all 5" in result.stdout
+
+
+def test_threads_are_restored(cli):
+    before = parallel.get_num_threads()
+    cli("verify", *ONE)
+    assert parallel.get_num_threads() == before
+
+
+def test_altered_published_digest(cli, monkeypatch):
+    altered = check.published()
+    known = altered["results"]["softmax"]["float32"]
+    known["64 x 256"] = known["64 x 256"][::-1]
+    monkeypatch.setattr("isograd.cli.verify.published", lambda: altered)
+    result = cli("verify", *ONE)
+    assert result.exit_code == 1
+    assert "23 of 24" in result.stdout
+    assert "case '64 x 256', digest: SHA-256 is" in result.stdout
+    assert "please report it at https://" in result.stdout
+
+
+def test_missing_published_digest(cli, monkeypatch):
+    altered = check.published()
+    del altered["results"]["softmax"]["float32"]["-inf"]
+    monkeypatch.setattr("isograd.cli.verify.published", lambda: altered)
+    result = cli("verify", *ONE)
+    assert result.exit_code == 1
+    assert "published: none" in result.stdout
+
+
+def test_other_inputs_are_told_from_wrong_results(cli, monkeypatch):
+    monkeypatch.setattr("isograd.cli.cases._normal", lambda shape, stream: np.zeros(shape))
+    result = cli("verify", "--json", *ONE)
+    assert result.exit_code == 1
+    assert "inputs" in checks(reports(result)["numba"])
+
+
+def test_a_wrong_bit_fails_the_digest_alone(cli, plant):
+    def spoil(descriptor, arguments):
+        y = arguments["y"]
+        y[y == 1] = np.nextafter(np.float32(1), np.float32(0))  # within the bound
+
+    plant(Faulty(spoil))
+    result = cli("verify", "--json", *ONE)
+    assert result.exit_code == 1
+    assert checks(reports(result)["faulty"]) == {"digest"}
+    assert reports(result)["numba"]["failures"] == []
+
+
+def test_a_large_error_fails_the_bound(cli, plant):
+    def spoil(descriptor, arguments):
+        arguments["y"][...] *= np.float32(1 + 1e-6)
+
+    plant(Faulty(spoil))
+    faulty = reports(cli("verify", "--json", *ONE))["faulty"]
+    assert checks(faulty) == {"error bound", "digest"}
+    assert faulty["worst"] > 1
+    assert not faulty["bound_kept"]
+    assert all(faulty["invariances"].values())
+
+
+def test_a_wrong_special_value_fails_the_bound(cli, plant):
+    def spoil(descriptor, arguments):
+        np.nan_to_num(arguments["y"], copy=False)
+
+    plant(Faulty(spoil))
+    faulty = reports(cli("verify", "--json", *ONE))["faulty"]
+    assert checks(faulty) == {"error bound", "digest"}
+    assert faulty["worst"] is None
+    assert "wrong" in cli("verify", *ONE).stdout
+
+
+def flip(y):
+    bits = y.view(np.int32)
+    bits ^= 1
+
+
+@pytest.mark.parametrize(
+    ("invariance", "when"),
+    [
+        ("threads", lambda d, a: parallel.get_num_threads() == 1),
+        ("batch", lambda d, a: len(d.shape) == 1),
+        ("padding", lambda d, a: d.shape[d.axis] in {n + 37 for n in (1, 2, 31, 256)}),
+    ],
+)
+def test_a_broken_invariance_is_named(cli, plant, two_threads, monkeypatch, invariance, when):
+    def spoil(descriptor, arguments):
+        if when(descriptor, arguments):
+            flip(arguments["y"])
+
+    plant(Faulty(spoil))
+    result = cli("verify", "--json", *ONE)
+    assert result.exit_code == 1
+    faulty = reports(result)["faulty"]
+    assert checks(faulty) == {invariance}
+    assert [name for name, held in faulty["invariances"].items() if not held] == [invariance]
+    assert invariance in cli("verify", *ONE).stdout
+
+
+def test_a_kernel_that_raises_is_reported(cli, plant):
+    def spoil(descriptor, arguments):
+        raise RuntimeError("out of luck")
+
+    plant(Faulty(spoil))
+    result = cli("verify", *ONE)
+    assert result.exit_code == 1
+    assert "case '6 x 1', run: RuntimeError: out of luck" in result.stdout
+    assert "24 of 24" in result.stdout
+
+
+class PlainSoftmax(NumbaSoftmax):
+    """What one would write in NumPy: its sum depends on the order and the layout."""
+
+    name = "plain"
+
+    def launch(self, descriptor, arguments, workspace, stream):
+        x, axis = arguments["x"], descriptor.axis
+        with np.errstate(all="ignore"):
+            e = np.exp(x - x.max(axis=axis, keepdims=True))
+            arguments["y"][...] = e / e.sum(axis=axis, keepdims=True)
+
+
+def test_a_plain_numpy_softmax_is_caught_in_every_way(cli, plant):
+    plant(PlainSoftmax())
+    plain = reports(cli("verify", "--json", *ONE))["plain"]
+    assert {"error bound", "digest", "order", "layout", "padding"} <= checks(plain)
+
+
+class Modest(PlainSoftmax):
+    """Promises neither the order nor other machines, and takes contiguous rows only."""
+
+    name = "modest"
+
+    def reject(self, descriptor):
+        return None if len(descriptor.shape) == 2 else "matrices only"
+
+    def sku(self, descriptor):
+        sku = super().sku(descriptor)
+        modest = replace(
+            sku.precision_guarantee, batch_invariant=False, order_invariant=False, bit_stable_across_hardware=False,
+            error_bound=ig.ErrorBound("none", lambda x, axis: np.full(x.shape, np.inf)),
+        )  # fmt: skip
+        return replace(sku, precision_guarantee=modest)
+
+
+def test_only_what_is_promised_is_checked(cli, plant):
+    plant(Modest())
+    result = cli("verify", "--json", *ONE)
+    assert result.exit_code == 0
+    modest = reports(result)["modest"]
+    assert modest["skipped"] == 2
+    assert modest["cases"] == 22
+    assert modest["invariances"] == {"threads": True}
+    assert modest["digests_checked"] == 0
+
+
+def test_operations_without_cases_are_named(cli):
+    kernel = NumbaSoftmax()
+    ig.register_kernel("sparsemax", "cpu", "float32", kernel)
+    try:
+        result = cli("verify", *ONE)
+    finally:
+        ig.unregister_kernel("sparsemax", "cpu", "float32", kernel.name)
+    assert result.exit_code == 0
+    assert "not verified: sparsemax" in result.stdout
+
+
+@pytest.mark.parametrize("option", ["--device", "--operation", "--dtype"])
+def test_unknown_names_end_in_one_line(cli, option):
+    result = cli("verify", option, "abacus")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"isograd: {option} is 'abacus'; accepted: ")
+    assert "Traceback" not in result.stderr
+
+
+def test_absent_device(cli, monkeypatch):
+    absent = replace(devices.DEVICES["cpu"], available=lambda: False)
+    monkeypatch.setitem(devices.DEVICES, "tpu", absent)
+    result = cli("verify", "--device", "tpu")
+    assert result.exit_code == 2
+    assert "this machine does not have" in result.stderr
+
+
+def test_digests_are_those_of_the_reference():
+    known = check.published()
+    for operation, suite in cases.SUITES.items():
+        for dtype in DTYPES:
+            given = cases.cases(operation, dtype)
+            results = known["results"][operation][dtype]
+            assert known["inputs"][operation][dtype] == check.inputs_digest(given)
+            assert results.keys() == {c.name for c in given}
+            for case in given:
+                if case.name in ("5 x 31", "-inf", "middle axis"):
+                    assert check.digest(suite.reference(**case.inputs, axis=case.axis)) == results[case.name]
+    assert {e.operation for e in registry.kernels() if e.device == "cpu"} <= known["results"].keys()
+
+
+def test_digest_does_not_depend_on_layout_and_byte_order():
+    a = np.arange(12, dtype="<f4").reshape(3, 4)
+    assert check.digest(a) == check.digest(np.asfortranarray(a))
+    assert check.digest(a) != check.digest(a.T)
+
+
+def hashes(found):
+    return {(k["operation"], k["dtype"]): k["sha256"] for k in found["kernels"]}
+
+
+def test_digests_do_not_depend_on_the_number_of_threads(cli_process):
+    one = cli_process("verify", "--json", "--dtype", "float32", ISOGRAD_NUM_THREADS="1")
+    two = cli_process("verify", "--json", "--dtype", "float32", ISOGRAD_NUM_THREADS="2")
+    assert (one["threads"], two["threads"]) == (1, 2)
+    assert hashes(one) == hashes(two)
+
+
+def test_digests_do_not_depend_on_vector_instructions(cli_process, tmp_path):
+    limits = ("--operation", "log_softmax", "--operation", "softmax_backward", "--dtype", "float32")
+    generic = cli_process("verify", "--json", *limits, NUMBA_CPU_NAME="generic", NUMBA_CACHE_DIR=str(tmp_path))
+    assert generic["passed"]
+    assert list(tmp_path.rglob("*.nbc")), "nothing was compiled anew"
