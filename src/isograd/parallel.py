@@ -70,7 +70,24 @@ def _submit(task: Callable[[], None], count: int) -> list[Future[None]]:
     with _lock:
         if _pool is None:
             _pool = ThreadPoolExecutor(max(get_num_threads() - 1, 1), thread_name_prefix="isograd")
-        return [_pool.submit(task) for _ in range(count)]
+        futures: list[Future[None]] = []
+        try:
+            for _ in range(count):
+                futures.append(_pool.submit(task))
+        except RuntimeError:  # no new threads, as when the interpreter shuts down: the caller does the work alone
+            pass
+        return futures
+
+
+# A chunk is at least some 20 microseconds of work, which pays for handing it over, and at most about a millisecond, so
+# that an interrupt is noticed soon. Between the two every thread gets several chunks and the last ones even out.
+_SMALLEST, _LARGEST, _CHUNKS = 1 << 15, 1 << 20, 8
+
+
+def grain(count: int, work: int) -> int:
+    """How many of `count` steps of `work` elements make a chunk for `for_ranges`."""
+    share = count * work // (get_num_threads() * _CHUNKS)
+    return max(1, min(max(share, _SMALLEST), _LARGEST) // max(work, 1))
 
 
 def for_ranges(function: Callable[..., Any], count: int, grain: int, *arguments: Any) -> None:

@@ -97,40 +97,23 @@ def _empty_work(count, like):
     return lambda count, like: np.empty(count, dtype)
 
 
-@intrinsic
-def _address(typingctx: Any, base: Any, index: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.ptrtoint(builder.gep(arguments[0], [arguments[1]]), ir.IntType(64))
+def _prefetch(write: int) -> Any:
+    def prefetch(typingctx: Any, base: Any, index: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+            kind = ir.FunctionType(ir.VoidType(), (byte, word, word, word))
+            function = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
+            address = builder.bitcast(builder.gep(arguments[0], [arguments[1]]), byte)
+            # locality: lines to be written into the first-level cache, lines to be read into the second; then data
+            builder.call(function, (address, word(write), word(3 if write else 2), word(1)))
+            return context.get_dummy_value()
 
-    return types.int64(base, types.int64), generate
+        return types.void(base, types.int64), generate
 
-
-@intrinsic
-def _store_line(typingctx: Any, base: Any, index: Any, block: Any, position: Any) -> Any:
-    """Copy 64 bytes of a block to an aligned place past the caches."""
-    line = ir.VectorType(ir.IntType(32), 16)
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        to, at, source, start = arguments
-        source = builder.bitcast(builder.gep(source, [start]), line.as_pointer())
-        to = builder.bitcast(builder.gep(to, [at]), line.as_pointer())
-        instruction = builder.store(builder.load(source, align=2), to, align=64)
-        constant = ir.Constant(ir.IntType(32), 1)
-        instruction.set_metadata("nontemporal", builder.module.add_metadata([constant]))
-        return context.get_dummy_value()
-
-    return types.void(base, types.int64, block, types.int64), generate
+    return intrinsic(prefetch)
 
 
-@intrinsic
-def fence(typingctx: Any) -> Any:
-    """Make stores past the caches visible before anything that follows."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), generate
+_prefetch_read, _prefetch_write = _prefetch(0), _prefetch(1)
 
 
 def _line_elements(like: Any) -> Any:
@@ -141,6 +124,22 @@ def _line_elements(like: Any) -> Any:
 def _line_elements_overload(like):
     elements = 64 // (2 if like in (types.int16, types.uint16) else like.bitwidth // 8)
     return lambda like: np.int64(elements)
+
+
+@device_function
+def prefetch_read(base, offset, stride, count):
+    """Ask for a piece of a contiguous row that is read later, while there is arithmetic to do."""
+    if stride == 1:
+        for i in range(0, count, _line_elements(load(base, offset))):
+            _prefetch_read(base, offset + i)
+
+
+@device_function
+def prefetch_write(base, offset, stride, count):
+    """Ask for a piece of a contiguous row that is written later."""
+    if stride == 1:
+        for i in range(0, count, _line_elements(load(base, offset))):
+            _prefetch_write(base, offset + i)
 
 
 @device_function
@@ -155,32 +154,15 @@ def load_block(base, offset, stride, count, block):
 
 
 @device_function
-def store_block(base, offset, stride, count, block, streaming):
-    """Narrow `count` elements of a block.
-
-    With `streaming` a contiguous result bypasses the caches: it is too large to be found there later, and the memory
-    it goes to need not be read first.
-    """
+def store_block(base, offset, stride, count, block):
+    """Narrow `count` elements of a block."""
     like = load(base, offset)
-    if stride != 1:
-        for i in range(count):
-            store(base, offset + i * stride, narrow(load(block, i), like))
-    elif streaming:
-        staged = stack_block(like)
-        for i in range(count):
-            store(staged, i, narrow(load(block, i), like))
-        line = _line_elements(like)
-        head = min(((-_address(base, offset)) & 63) * line // 64, count)
-        for i in range(head):
-            store(base, offset + i, load(staged, i))
-        lines = (count - head) // line
-        for i in range(lines):
-            _store_line(base, offset + head + i * line, staged, head + i * line)
-        for i in range(head + lines * line, count):
-            store(base, offset + i, load(staged, i))
-    else:
+    if stride == 1:
         for i in range(count):
             store(base, offset + i, narrow(load(block, i), like))
+    else:
+        for i in range(count):
+            store(base, offset + i * stride, narrow(load(block, i), like))
 
 
 @device_function

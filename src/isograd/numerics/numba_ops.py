@@ -27,7 +27,7 @@ _FORCE = {"forceinline": True}
 
 @intrinsic
 def fma(typingctx: Any, a: Any, b: Any, d: Any) -> Any:
-    """a * b + d, rounded once."""
+    """A * b + d, rounded once."""
     return a(a, a, a), lambda context, builder, signature, arguments: builder.fma(*arguments)
 
 
@@ -72,13 +72,25 @@ def pow2_64(k):
 
 @device_function
 def two_sum(a, b):
-    """a + b and its rounding error."""
+    """A + b and its rounding error."""
     s = a + b
     t = s - a
     return s, (a - (s - t)) + (b - t)
 
 
-# --- storage: widening is exact, narrowing rounds to nearest even and writes the canonical NaN ------------------------
+def is_finite(x: Any) -> Any:
+    """Whether x is neither infinite nor a NaN."""
+    raise NotImplementedError
+
+
+@overload(is_finite, jit_options=_FORCE)
+def _is_finite(x):
+    # Compared in the type of x: a conversion to binary64 would halve the speed of a loop.
+    infinity = _INF_32 if x == types.float32 else _INF_64
+    return lambda x: abs(x) < infinity
+
+
+# --- storage: widening is exact, narrowing rounds to nearest even and writes the canonical NaN -----------------------
 def widen(v: Any) -> Any:
     raise NotImplementedError
 
@@ -135,7 +147,7 @@ def _narrow(x, like):
     return lambda x, like: x if x == x else _NAN_32
 
 
-# --- maximum over order-preserving keys; NaN above everything ---------------------------------------------------------
+# --- maximum over order-preserving keys; NaN above everything --------------------------------------------------------
 def max_key(x: Any) -> Any:
     """An integer in the order of the float, NaN of either sign the largest."""
     raise NotImplementedError
@@ -194,7 +206,7 @@ def _magnitude_key(x):
     return lambda x: as_int(x) & 0x7FFFFFFFFFFFFFFF
 
 
-# --- the exponential (rule 6) ------------------------------------------------------------------------------------------
+# --- the exponential (rule 6) ----------------------------------------------------------------------------------------
 _LOG2E_32, _LOG2E_64 = _F32(c.LOG2E), _F64(c.LOG2E)
 _LN2_32, _REST_32 = _F32(c.LN2_32), _F32(c.LN2_REST_32)
 _LN2_64, _REST_64 = _F64(c.LN2_64), _F64(c.LN2_REST_64)
@@ -345,7 +357,7 @@ def exp_short(d):
     return as_float(np.int32(as_int(p) + np.int32(as_int(z) << 23) + _SHORT_BIAS))
 
 
-# --- the logarithm (rule 6) ---------------------------------------------------------------------------------------------
+# --- the logarithm (rule 6) ------------------------------------------------------------------------------------------
 _G0, _G1, _G2, _G3 = (_F32(v) for v in c.LOG_POLY_32)
 _H0, _H1, _H2, _H3, _H4, _H5, _H6, _H7 = (_F64(v) for v in c.LOG_POLY_64)
 _LN2_HI_32, _LN2_LO_32 = _F32(c.LN2_HI_32), _F32(c.LN2_LO_32)
@@ -391,7 +403,7 @@ def log_core_64(f, k, low):
 
 @device_function
 def split_32(x):
-    """x = (1 + f) * 2**k with sqrt(1/2) <= 1 + f < sqrt(2), for positive normal x."""
+    """X = (1 + f) * 2**k with sqrt(1/2) <= 1 + f < sqrt(2), for positive normal x."""
     b = np.int32(as_int(x) - c.SQRT_HALF_BITS_32)
     k = np.int32(b >> 23)
     m = as_float(np.int32(np.int32(b & 0x7FFFFF) + c.SQRT_HALF_BITS_32))
@@ -493,7 +505,7 @@ def _log1p(x):
     return log1p_64
 
 
-# --- order-free sums (rules 4 and 5) -------------------------------------------------------------------------------------
+# --- order-free sums (rules 4 and 5) ---------------------------------------------------------------------------------
 def term_bias(like: Any) -> Any:
     """What every part of a term carries on top: the bits of the magic constant. Sums take it out count times."""
     raise NotImplementedError
@@ -603,7 +615,7 @@ def _to_float(n, like):
 
 
 def scale_pow2(x: Any, k: Any) -> Any:
-    """x * 2**k in two exact steps, rounded once if the result is subnormal."""
+    """X * 2**k in two exact steps, rounded once if the result is subnormal."""
     raise NotImplementedError
 
 

@@ -9,7 +9,7 @@ from numba.extending import overload
 from isograd.numerics import constants as c
 from isograd.numerics.numba_compile import device_function
 from isograd.numerics.numba_memory import load
-from isograd.numerics.numba_ops import magnitude_key, pow2_32, pow2_64, split_term, term_bias
+from isograd.numerics.numba_ops import is_finite, magnitude_key, pow2_32, pow2_64, split_term, term_bias
 
 PARTIAL = 256  # terms whose int32 parts (within 2**22) are summed in int32; narrow sums are what vectorises well
 _FORCE = {"forceinline": True}
@@ -67,30 +67,37 @@ def block_magnitude(p, count, key):
     return key
 
 
-def block_terms(p: Any, count: Any, a: Any, b: Any) -> Any:
-    """The sums of the high and the low parts of a block's integer terms, as int64."""
+def part_terms(p: Any, start: Any, stop: Any, a: Any, b: Any) -> Any:
+    """The sums of the high and the low parts of at most PARTIAL integer terms, as int64."""
     raise NotImplementedError
 
 
-@overload(block_terms, jit_options=_FORCE)
-def _block_terms(p, count, a, b):
+@overload(part_terms, jit_options=_FORCE)
+def _part_terms(p, start, stop, a, b):
     integer = np.int32 if a == types.float32 else np.int64
 
-    def terms(p, count, a, b):
-        high_sum, low_sum = np.int64(0), np.int64(0)
-        for start in range(0, count, PARTIAL):
-            high, low = integer(0), integer(0)
-            for i in range(start, min(start + PARTIAL, count)):
-                h, v = split_term(load(p, i) * a, b)
-                high = integer(high + h)
-                low = integer(low + v)
-            # The parts carry the term bias; modulo the integer's width it leaves the exact sums.
-            bias = (min(start + PARTIAL, count) - start) * term_bias(a)
-            high_sum += integer(high - bias)
-            low_sum += integer(low - bias)
-        return high_sum, low_sum
+    def terms(p, start, stop, a, b):
+        high, low = integer(0), integer(0)
+        for i in range(start, stop):
+            h, v = split_term(load(p, i) * a, b)
+            high = integer(high + h)
+            low = integer(low + v)
+        # The parts carry the term bias; modulo the integer's width it leaves the exact sums.
+        bias = (stop - start) * term_bias(a)
+        return np.int64(integer(high - bias)), np.int64(integer(low - bias))
 
     return terms
+
+
+@device_function
+def block_terms(p, count, a, b):
+    """The sums of the high and the low parts of a block's integer terms, as int64."""
+    high, low = np.int64(0), np.int64(0)
+    for start in range(0, count, PARTIAL):
+        h, v = part_terms(p, start, min(start + PARTIAL, count), a, b)
+        high += h
+        low += v
+    return high, low
 
 
 @device_function
@@ -98,7 +105,7 @@ def block_special(p, count, state):
     """Note non-finite terms: bit 0 a positive infinity, bit 1 a negative one, both bits also for a NaN."""
     for i in range(count):
         x = load(p, i)
-        if not (x - x == x - x):
+        if not is_finite(x):
             state |= 1 if x > 0 else (2 if x < 0 else 3)
     return state
 

@@ -105,7 +105,7 @@ def narrow(x: Floats, dtype: Any) -> Floats:
 
 # --- elementary operations (rule 2) ----------------------------------------------------------------------------------
 def _to_odd(s: Floats, error: Floats) -> Floats:
-    """s + error rounded to odd: rounding the result again gives what a single rounding would have given."""
+    """S + error rounded to odd: rounding the result again gives what a single rounding would have given."""
     b = s.view(np.int64)
     even = (b & 1) == 0
     up = (error > 0) == (s > 0)
@@ -133,7 +133,7 @@ def _two_product(a: Floats, b: Floats) -> tuple[Floats, Floats]:
 
 
 def fma(a: Any, b: Any, d: Any) -> Floats:
-    """a * b + d with one rounding (Boldo and Melquiond, 2008, "Emulation of a FMA and correctly rounded sums")."""
+    """A * b + d with one rounding (Boldo and Melquiond, 2008, "Emulation of a FMA and correctly rounded sums")."""
     a, b, d = np.broadcast_arrays(a, b, d)
     with np.errstate(all="ignore"):
         if a.dtype == np.float32:
@@ -157,13 +157,13 @@ def pow2(k: Any, form: Format) -> Floats:
 
 
 def scale_pow2(x: Any, k: Any, form: Format) -> Floats:
-    """x * 2**k in two steps, so that neither factor leaves the range."""
+    """X * 2**k in two steps, so that neither factor leaves the range."""
     k = np.asarray(k, np.int64)
     with np.errstate(over="ignore", under="ignore"):
         return np.asarray(x, form.dtype) * pow2(k >> 1, form) * pow2(k - (k >> 1), form)
 
 
-# --- exp, log, log1p (rule 6) -------------------------------------------------------------------------------------------
+# --- exp, log, log1p (rule 6) ----------------------------------------------------------------------------------------
 def _horner(x: Floats, coefficients: tuple[float, ...]) -> Floats:
     values = [x.dtype.type(v) for v in coefficients]
     p = np.full_like(x, values[-1])
@@ -264,7 +264,7 @@ def _log_core(f: Floats, k: Floats, low: Floats) -> tuple[Floats, Floats]:
 
 
 def _split(x: Floats) -> tuple[Floats, Floats]:
-    """x = (1 + f) * 2**k with sqrt(1/2) <= 1 + f < sqrt(2)."""
+    """X = (1 + f) * 2**k with sqrt(1/2) <= 1 + f < sqrt(2)."""
     form = FORMATS[x.dtype]
     b = x.view(form.integer).astype(np.int64) - form.sqrt_half_bits
     k = b >> (form.precision - 1)
@@ -309,9 +309,9 @@ def log1p(x: Floats) -> Floats:
     return y
 
 
-# --- exact integer sums (rules 4 and 5) ------------------------------------------------------------------------------------
+# --- exact integer sums (rules 4 and 5) ------------------------------------------------------------------------------
 def round_integer(value: int, exponent: int, form: Format) -> Any:
-    """value * 2**exponent: the integer rounded once to the format's precision, ties to even, then scaled."""
+    """Value * 2**exponent: the integer rounded once to the format's precision, ties to even, then scaled."""
     excess = abs(value).bit_length() - form.precision
     if excess > 0:
         magnitude = abs(value)

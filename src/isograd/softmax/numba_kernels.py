@@ -1,10 +1,7 @@
-"""The softmax family on the CPU.
+"""The softmax family on the CPU, one row of the reduced axis after the other.
 
-Every operation comes in two orders of walking through memory, with the same arithmetic. `*_rows` takes one row of
-the reduced axis after the other, in blocks that stay in the first-level cache. `*_lanes` serves a reduction over a
-non-last axis: a tile of neighbouring rows advances together, so that memory is read in order.
-
-A row costs two or three passes over memory; the later ones find it in the cache.
+A row is worked on in blocks that stay in the first-level cache and costs two or three passes over memory; the later ones
+find it in the cache. `numba_lanes.py` has the same operations for a reduction over a non-last axis.
 """
 
 import numpy as np
@@ -12,16 +9,15 @@ import numpy as np
 from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import (
     BLOCK,
-    LANES,
     empty_work,
-    fence,
     load,
     load_block,
     multiply_block,
     pointer,
+    prefetch_read,
+    prefetch_write,
     row_offset,
     stack_block,
-    stack_lanes,
     store,
     store_block,
     work_zero,
@@ -31,10 +27,10 @@ from isograd.numerics.numba_ops import (
     exp,
     fma,
     from_key,
+    is_finite,
     magnitude_key,
     max_key,
-    split_term,
-    term_bias,
+    narrow,
     wide_to_float,
     widen,
 )
@@ -44,19 +40,15 @@ from isograd.numerics.numba_sum import (
     block_special,
     block_terms,
     is_finite_key,
-    signed_rest,
+    part_terms,
     special_value,
     sum_scale,
 )
 from isograd.softmax.numba_steps import (
-    exponential,
-    exponential_block,
-    exponential_term,
-    is_short,
+    exponential_part,
     limb_shift,
     log_probability,
     log_sum,
-    low_term_bias,
     lowest_key,
     quotient,
     reciprocal,
@@ -66,7 +58,6 @@ from isograd.softmax.numba_steps import (
 )
 
 
-# --- one row after the other ----------------------------------------------------------------------------------------------
 @device_function
 def _block_maximum(block, count, key):
     for i in range(count):
@@ -90,76 +81,96 @@ def _fill_nan(y, offset, stride, n, block, like):
     for i in range(BLOCK):
         store(block, i, work_nan(like))
     for start in range(0, n, BLOCK):
-        store_block(y, offset + start * stride, stride, min(n - start, BLOCK), block, False)
+        store_block(y, offset + start * stride, stride, min(n - start, BLOCK), block)
+
+
+@device_function
+def _exponential_sum(
+    x, xo, x_ahead, x_stride, y, yo, y_stride, n, block, kept, keep, base, floor, bias, like
+):  # fmt: skip
+    """Sum a row's exponentials. They stay in the block, or in `kept` when the row is longer and `keep` is set.
+
+    The arithmetic takes longer than the memory needs to deliver the next row and the lines of the result.
+    """
+    scale = term_scale(n, like)
+    hi, lo = np.int64(0), np.uint64(0)
+    for j in range(0, n, BLOCK):
+        count = min(n - j, BLOCK)
+        if n > BLOCK:
+            load_block(x, xo + j * x_stride, x_stride, count, block)
+        for start in range(0, count, PARTIAL):
+            stop = min(start + PARTIAL, count)
+            prefetch_read(x, x_ahead + (j + start) * x_stride, x_stride, stop - start)
+            prefetch_write(y, yo + (j + start) * y_stride, y_stride, stop - start)
+            high, low = exponential_part(block, start, stop, base, floor, bias, scale, like)
+            hi, lo = add_limbs(hi, lo, high, low, limb_shift(like))
+        if keep and n > BLOCK:
+            store_block(kept, j, 1, count, block)
+    return hi, lo
 
 
 @kernel
-def softmax_rows(
-    like, x_address, y_address, shape, x_strides, y_strides, n, x_stride, y_stride, streaming, start, stop
-):
+def softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n, x_stride, y_stride, start, stop):
     x, y = pointer(x_address, like), pointer(y_address, like)
     zero = work_zero(like)
     block = stack_block(zero)
     # A row that is longer than a block keeps its exponentials here, in the second-level cache.
-    kept = empty_work(n if n > BLOCK else 0, like)
-    exponentials = pointer(kept.ctypes.data, zero)
-    scale = term_scale(n, like)
+    scratch = empty_work(n if n > BLOCK else 0, like)
+    kept = pointer(scratch.ctypes.data, zero)
     for row in range(start, stop):
         xo, yo = row_offset(row, shape, x_strides), row_offset(row, shape, y_strides)
+        x_ahead = row_offset(min(row + 1, stop - 1), shape, x_strides)
         m = _row_maximum(x, xo, x_stride, n, block, like)
-        if not (m - m == m - m):
+        if not is_finite(m):
             _fill_nan(y, yo, y_stride, n, block, like)
             continue
         base, floor, bias = row_shift(m, like)
-        hi, lo = np.int64(0), np.uint64(0)
-        for j in range(0, n, BLOCK):
-            count = min(n - j, BLOCK)
-            if n > BLOCK:
-                load_block(x, xo + j * x_stride, x_stride, count, block)
-            high, low = exponential_block(block, count, base, floor, bias, scale, like)
-            hi, lo = add_limbs(hi, lo, high, low, limb_shift(like))
-            if n > BLOCK:
-                store_block(exponentials, j, 1, count, block, False)
+        hi, lo = _exponential_sum(
+            x, xo, x_ahead, x_stride, y, yo, y_stride, n, block, kept, True, base, floor, bias, like
+        )  # fmt: skip
         r, r_low = reciprocal(hi, lo, n, like)
         for j in range(0, n, BLOCK):
             count = min(n - j, BLOCK)
             if n > BLOCK:
-                load_block(exponentials, j, 1, count, block)
-            for i in range(count):
-                store(block, i, quotient(load(block, i), r, r_low, like))
-            store_block(y, yo + j * y_stride, y_stride, count, block, streaming)
-    fence()
+                load_block(kept, j, 1, count, block)
+            offset = yo + j * y_stride
+            if y_stride == 1:
+                for i in range(count):
+                    store(y, offset + i, narrow(quotient(load(block, i), r, r_low, like), like))
+            else:
+                for i in range(count):
+                    store(y, offset + i * y_stride, narrow(quotient(load(block, i), r, r_low, like), like))
 
 
 @kernel
-def log_softmax_rows(
-    like, x_address, y_address, shape, x_strides, y_strides, n, x_stride, y_stride, streaming, start, stop
-):
+def log_softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n, x_stride, y_stride, start, stop):
     x, y = pointer(x_address, like), pointer(y_address, like)
     block = stack_block(work_zero(like))
-    scale = term_scale(n, like)
     for row in range(start, stop):
         xo, yo = row_offset(row, shape, x_strides), row_offset(row, shape, y_strides)
+        x_ahead = row_offset(min(row + 1, stop - 1), shape, x_strides)
         m = _row_maximum(x, xo, x_stride, n, block, like)
-        if not (m - m == m - m):
+        if not is_finite(m):
             _fill_nan(y, yo, y_stride, n, block, like)
             continue
         base, floor, bias = row_shift(m, like)
-        hi, lo = np.int64(0), np.uint64(0)
-        for j in range(0, n, BLOCK):
-            count = min(n - j, BLOCK)
-            if n > BLOCK:
-                load_block(x, xo + j * x_stride, x_stride, count, block)
-            high, low = exponential_block(block, count, base, floor, bias, scale, like)
-            hi, lo = add_limbs(hi, lo, high, low, limb_shift(like))
+        hi, lo = _exponential_sum(
+            x, xo, x_ahead, x_stride, y, yo, y_stride, n, block, y, False, base, floor, bias, like
+        )  # fmt: skip
         top, middle, rest = log_sum(hi, lo, n, m, base, floor, bias, like)
         for j in range(0, n, BLOCK):
             count = min(n - j, BLOCK)
+            # Through the block, so that the loop over memory is the same when y is x.
             load_block(x, xo + j * x_stride, x_stride, count, block)
-            for i in range(count):
-                store(block, i, log_probability(load(block, i), m, top, middle, rest, like))
-            store_block(y, yo + j * y_stride, y_stride, count, block, streaming)
-    fence()
+            offset = yo + j * y_stride
+            if y_stride == 1:
+                for i in range(count):
+                    v = log_probability(load(block, i), m, top, middle, rest, like)
+                    store(y, offset + i, narrow(v, like))
+            else:
+                for i in range(count):
+                    v = log_probability(load(block, i), m, top, middle, rest, like)
+                    store(y, offset + i * y_stride, narrow(v, like))
 
 
 @device_function
@@ -176,7 +187,7 @@ def _softmax_gradient(dy, dy_offset, dy_stride, y, y_offset, y_stride, count, s,
 @kernel
 def softmax_backward_rows(
     like, dy_address, y_address, dx_address, shape, dy_strides, y_strides, dx_strides, n,
-    dy_stride, y_stride, dx_stride, streaming, start, stop,
+    dy_stride, y_stride, dx_stride, start, stop,
 ):  # fmt: skip
     dy, y, dx = pointer(dy_address, like), pointer(y_address, like), pointer(dx_address, like)
     zero = work_zero(like)
@@ -196,30 +207,33 @@ def softmax_backward_rows(
             count = min(n - j, BLOCK)
             if n > BLOCK:
                 multiply_block(dy, dyo + j * dy_stride, dy_stride, y, yo + j * y_stride, y_stride, count, block)
-            if finite:
-                high, low = block_terms(block, count, first, second)
-                hi, lo = add_limbs(hi, lo, high, low, limb_shift(like))
-            else:
+            if not finite:
                 special = block_special(block, count, special)
+                continue
+            for i in range(0, count, PARTIAL):
+                end = min(i + PARTIAL, count)
+                prefetch_write(dx, dxo + (j + i) * dx_stride, dx_stride, end - i)
+                high, low = part_terms(block, i, end, first, second)
+                hi, lo = add_limbs(hi, lo, high, low, limb_shift(like))
         s = wide_to_float(hi, lo, exponent, zero) if finite else special_value(special, zero)
         for j in range(0, n, BLOCK):
             count = min(n - j, BLOCK)
+            # Through the block, so that the loop over memory is the same when dx is dy or y.
             _softmax_gradient(
                 dy, dyo + j * dy_stride, dy_stride, y, yo + j * y_stride, y_stride, count, s, block
             )  # fmt: skip
-            store_block(dx, dxo + j * dx_stride, dx_stride, count, block, streaming)
-    fence()
+            store_block(dx, dxo + j * dx_stride, dx_stride, count, block)
 
 
 @device_function
-def _load_and_exponentiate(dy, dy_offset, dy_stride, y, y_offset, y_stride, count, block, e):
-    """dy and exp(y), read side by side: the arithmetic of one hides the wait for the other."""
+def _load_and_exponentiate(dy, dy_offset, dy_stride, y, y_offset, y_stride, start, stop, block, e):
+    """Dy and exp(y), read side by side: the arithmetic of one hides the wait for the other."""
     if dy_stride == 1 and y_stride == 1:
-        for i in range(count):
+        for i in range(start, stop):
             store(block, i, widen(load(dy, dy_offset + i)))
             store(e, i, exp(widen(load(y, y_offset + i))))
     else:
-        for i in range(count):
+        for i in range(start, stop):
             store(block, i, widen(load(dy, dy_offset + i * dy_stride)))
             store(e, i, exp(widen(load(y, y_offset + i * y_stride))))
 
@@ -227,26 +241,32 @@ def _load_and_exponentiate(dy, dy_offset, dy_stride, y, y_offset, y_stride, coun
 @kernel
 def log_softmax_backward_rows(
     like, dy_address, y_address, dx_address, shape, dy_strides, y_strides, dx_strides, n,
-    dy_stride, y_stride, dx_stride, streaming, start, stop,
+    dy_stride, y_stride, dx_stride, start, stop,
 ):  # fmt: skip
     dy, y, dx = pointer(dy_address, like), pointer(y_address, like), pointer(dx_address, like)
     zero = work_zero(like)
     block, e = stack_block(zero), stack_block(zero)
     # A row that is longer than a block keeps its exponentials here, in the second-level cache.
-    kept = empty_work(n if n > BLOCK else 0, like)
-    exponentials = pointer(kept.ctypes.data, zero)
+    scratch = empty_work(n if n > BLOCK else 0, like)
+    kept = pointer(scratch.ctypes.data, zero)
     for row in range(start, stop):
-        dyo, yo = row_offset(row, shape, dy_strides), row_offset(row, shape, y_strides)
+        after = min(row + 1, stop - 1)
+        dyo, dy_ahead = row_offset(row, shape, dy_strides), row_offset(after, shape, dy_strides)
+        yo, y_ahead = row_offset(row, shape, y_strides), row_offset(after, shape, y_strides)
         dxo = row_offset(row, shape, dx_strides)
         key = magnitude_key(zero)
         for j in range(0, n, BLOCK):
             count = min(n - j, BLOCK)
-            _load_and_exponentiate(
-                dy, dyo + j * dy_stride, dy_stride, y, yo + j * y_stride, y_stride, count, block, e
-            )  # fmt: skip
+            dy_block, y_block = dyo + j * dy_stride, yo + j * y_stride
+            for i in range(0, count, PARTIAL):
+                end = min(i + PARTIAL, count)
+                prefetch_read(dy, dy_ahead + (j + i) * dy_stride, dy_stride, end - i)
+                prefetch_read(y, y_ahead + (j + i) * y_stride, y_stride, end - i)
+                prefetch_write(dx, dxo + (j + i) * dx_stride, dx_stride, end - i)
+                _load_and_exponentiate(dy, dy_block, dy_stride, y, y_block, y_stride, i, end, block, e)
             key = block_magnitude(block, count, key)
             if n > BLOCK:
-                store_block(exponentials, j, 1, count, e, False)
+                store_block(kept, j, 1, count, e)
         finite = is_finite_key(key)
         first, second, exponent = sum_scale(key)
         hi, lo, special = np.int64(0), np.uint64(0), np.int64(0)
@@ -264,292 +284,11 @@ def log_softmax_backward_rows(
             count = min(n - j, BLOCK)
             if n > BLOCK:
                 load_block(dy, dyo + j * dy_stride, dy_stride, count, block)
-                load_block(exponentials, j, 1, count, e)
-            for i in range(count):
-                store(block, i, fma(-load(e, i), s, load(block, i)))
-            store_block(dx, dxo + j * dx_stride, dx_stride, count, block, streaming)
-    fence()
-
-
-# --- a tile of neighbouring rows at a time --------------------------------------------------------------------------------
-@device_function
-def _tile(index, lanes, shape, strides):
-    """The offset of a tile; tiles of the contiguous dimension are counted fastest."""
-    tiles = (lanes + LANES - 1) // LANES
-    outer = index // tiles
-    return row_offset(outer, shape, strides) + (index - outer * tiles) * LANES
-
-
-@device_function
-def _tile_width(index, lanes):
-    tiles = (lanes + LANES - 1) // LANES
-    return min(lanes - (index - (index // tiles) * tiles) * LANES, LANES)
-
-
-@device_function
-def _fold_lanes(high, low, hi, lo, count, high_excess, low_excess, like):
-    """Move the partial sums of every lane into its 128-bit sum, less the bias of the terms in them."""
-    for i in range(count):
-        a, b = signed_rest(load(high, i), high_excess), signed_rest(load(low, i), low_excess)
-        h, v = add_limbs(load(hi, i), load(lo, i), a, b, limb_shift(like))
-        store(hi, i, h)
-        store(lo, i, v)
-        store(high, i, load(high, i) ^ load(high, i))
-        store(low, i, load(low, i) ^ load(low, i))
-
-
-@device_function
-def _clear_lanes(high, low, hi, lo, zero, count):
-    for i in range(count):
-        store(high, i, zero)
-        store(low, i, zero)
-        store(hi, i, np.int64(0))
-        store(lo, i, np.uint64(0))
-
-
-@device_function
-def _lane_maximum(x, offset, stride, n, count, block, key, m, base, floor, bias, like):
-    """The maximum of every lane, and what the exponentials need to know of it."""
-    for i in range(count):
-        store(key, i, lowest_key(like))
-    for j in range(n):
-        load_block(x, offset + j * stride, 1, count, block)
-        for i in range(count):
-            k = max_key(load(block, i))
-            store(key, i, k if k > load(key, i) else load(key, i))
-    for i in range(count):
-        store(m, i, from_key(load(key, i)))
-        first, second, third = row_shift(load(m, i), like)
-        store(base, i, first)
-        store(floor, i, second)
-        store(bias, i, third)
-
-
-@device_function
-def _lane_exponential_sums(
-    x, offset, stride, n, count, block, base, floor, bias, high, low, hi, lo, y, y_offset, y_stride, keep, like
-):
-    """Sum the exponentials of every lane; with `keep` they stay in y."""
-    scale = term_scale(n, like)
-    one, low_one = term_bias(work_zero(like)), low_term_bias(like)
-    for j in range(n):
-        load_block(x, offset + j * stride, 1, count, block)
-        for i in range(count):
-            e, error = exponential(load(block, i), load(base, i), load(floor, i), load(bias, i), like)
-            store(block, i, e)
-            h, v = exponential_term(e, error, scale, like)
-            store(high, i, h + load(high, i))
-            store(low, i, v + load(low, i))
-        if keep:
-            store_block(y, y_offset + j * y_stride, 1, count, block, False)
-        if j % PARTIAL == PARTIAL - 1:
-            _fold_lanes(high, low, hi, lo, count, PARTIAL * one, PARTIAL * low_one, like)
-    _fold_lanes(high, low, hi, lo, count, (n % PARTIAL) * one, (n % PARTIAL) * low_one, like)
-
-
-@kernel
-def softmax_lanes(like, x_address, y_address, shape, x_strides, y_strides, lanes, n, x_stride, y_stride, streaming, start, stop):
-    x, y = pointer(x_address, like), pointer(y_address, like)
-    zero, integer = work_zero(like), lowest_key(like)
-    block, m, r, r_low = stack_lanes(zero), stack_lanes(zero), stack_lanes(zero), stack_lanes(zero)
-    base, floor, bias = stack_lanes(zero), stack_lanes(zero), stack_lanes(integer)
-    key, high, low = stack_lanes(integer), stack_lanes(integer), stack_lanes(integer)
-    hi, lo = stack_lanes(np.int64(0)), stack_lanes(np.uint64(0))
-    for index in range(start, stop):
-        xo, yo = _tile(index, lanes, shape, x_strides), _tile(index, lanes, shape, y_strides)
-        count = _tile_width(index, lanes)
-        _lane_maximum(x, xo, x_stride, n, count, block, key, m, base, floor, bias, like)
-        _clear_lanes(high, low, hi, lo, integer ^ integer, count)
-        keep = not is_short(like)
-        _lane_exponential_sums(
-            x, xo, x_stride, n, count, block, base, floor, bias, high, low, hi, lo, y, yo, y_stride, keep, like
-        )
-        for i in range(count):
-            first, second = reciprocal(load(hi, i), load(lo, i), n, like)
-            valid = load(m, i) - load(m, i) == load(m, i) - load(m, i)
-            store(r, i, first if valid else work_nan(like))
-            store(r_low, i, second)
-        for j in range(n):
-            if is_short(like):
-                load_block(x, xo + j * x_stride, 1, count, block)
+                load_block(kept, j, 1, count, e)
+            offset = dxo + j * dx_stride
+            if dx_stride == 1:
                 for i in range(count):
-                    store(block, i, exponential(load(block, i), load(base, i), load(floor, i), load(bias, i), like)[0])
+                    store(dx, offset + i, narrow(fma(-load(e, i), s, load(block, i)), like))
             else:
-                load_block(y, yo + j * y_stride, 1, count, block)
-            for i in range(count):
-                store(block, i, quotient(load(block, i), load(r, i), load(r_low, i), like))
-            store_block(y, yo + j * y_stride, 1, count, block, streaming)
-    fence()
-
-
-@kernel
-def log_softmax_lanes(
-    like, x_address, y_address, shape, x_strides, y_strides, lanes, n, x_stride, y_stride, streaming, start, stop
-):
-    x, y = pointer(x_address, like), pointer(y_address, like)
-    zero, integer = work_zero(like), lowest_key(like)
-    block, m = stack_lanes(zero), stack_lanes(zero)
-    top, middle, rest = stack_lanes(zero), stack_lanes(zero), stack_lanes(zero)
-    base, floor, bias = stack_lanes(zero), stack_lanes(zero), stack_lanes(integer)
-    key, high, low = stack_lanes(integer), stack_lanes(integer), stack_lanes(integer)
-    hi, lo = stack_lanes(np.int64(0)), stack_lanes(np.uint64(0))
-    for index in range(start, stop):
-        xo, yo = _tile(index, lanes, shape, x_strides), _tile(index, lanes, shape, y_strides)
-        count = _tile_width(index, lanes)
-        _lane_maximum(x, xo, x_stride, n, count, block, key, m, base, floor, bias, like)
-        _clear_lanes(high, low, hi, lo, integer ^ integer, count)
-        _lane_exponential_sums(
-            x, xo, x_stride, n, count, block, base, floor, bias, high, low, hi, lo, y, yo, y_stride, False, like
-        )
-        for i in range(count):
-            first, second, third = log_sum(
-                load(hi, i), load(lo, i), n, load(m, i), load(base, i), load(floor, i), load(bias, i), like
-            )
-            valid = load(m, i) - load(m, i) == load(m, i) - load(m, i)
-            store(top, i, first if valid else work_nan(like))
-            store(middle, i, second)
-            store(rest, i, third)
-        for j in range(n):
-            load_block(x, xo + j * x_stride, 1, count, block)
-            for i in range(count):
-                store(
-                    block,
-                    i,
-                    log_probability(load(block, i), load(m, i), load(top, i), load(middle, i), load(rest, i), like),
-                )
-            store_block(y, yo + j * y_stride, 1, count, block, streaming)
-    fence()
-
-
-@device_function
-def _lane_scales(key, first, second, exponent, count):
-    for i in range(count):
-        a, b, k = sum_scale(load(key, i))
-        store(first, i, a)
-        store(second, i, b)
-        store(exponent, i, k)
-
-
-@device_function
-def _lane_terms(p, count, first, second, high, low):
-    for i in range(count):
-        h, v = split_term(load(p, i) * load(first, i), load(second, i))
-        store(high, i, h + load(high, i))
-        store(low, i, v + load(low, i))
-
-
-@device_function
-def _note_special(p, count, special):
-    for i in range(count):
-        x = load(p, i)
-        state = load(special, i)
-        state = state if x - x == x - x else state | np.int64(1 if x > 0 else (2 if x < 0 else 3))
-        store(special, i, state)
-
-
-@device_function
-def _lane_sums(key, special, hi, lo, exponent, s, count, zero):
-    for i in range(count):
-        if is_finite_key(load(key, i)):
-            store(s, i, wide_to_float(load(hi, i), load(lo, i), load(exponent, i), zero))
-        else:
-            store(s, i, special_value(load(special, i), zero))
-
-
-@device_function
-def _lane_magnitude(p, count, key):
-    for i in range(count):
-        k = magnitude_key(load(p, i))
-        store(key, i, k if k > load(key, i) else load(key, i))
-
-
-@device_function
-def _all_finite(key, count):
-    finite = True
-    for i in range(count):
-        finite &= is_finite_key(load(key, i))
-    return finite
-
-
-@kernel
-def softmax_backward_lanes(
-    like, dy_address, y_address, dx_address, shape, dy_strides, y_strides, dx_strides, lanes, n,
-    dy_stride, y_stride, dx_stride, streaming, start, stop,
-):  # fmt: skip
-    dy, y, dx = pointer(dy_address, like), pointer(y_address, like), pointer(dx_address, like)
-    zero, integer = work_zero(like), magnitude_key(work_zero(like))
-    one = term_bias(zero)
-    p, s = stack_lanes(zero), stack_lanes(zero)
-    first, second = stack_lanes(zero), stack_lanes(zero)
-    key, high, low = stack_lanes(integer), stack_lanes(integer), stack_lanes(integer)
-    exponent, special = stack_lanes(np.int64(0)), stack_lanes(np.int64(0))
-    hi, lo = stack_lanes(np.int64(0)), stack_lanes(np.uint64(0))
-    for index in range(start, stop):
-        dyo, yo = _tile(index, lanes, shape, dy_strides), _tile(index, lanes, shape, y_strides)
-        dxo, count = _tile(index, lanes, shape, dx_strides), _tile_width(index, lanes)
-        _clear_lanes(high, low, hi, lo, integer, count)
-        for i in range(count):
-            store(key, i, integer)
-            store(special, i, np.int64(0))
-        for j in range(n):
-            multiply_block(dy, dyo + j * dy_stride, 1, y, yo + j * y_stride, 1, count, p)
-            _lane_magnitude(p, count, key)
-        _lane_scales(key, first, second, exponent, count)
-        finite = _all_finite(key, count)
-        for j in range(n):
-            multiply_block(dy, dyo + j * dy_stride, 1, y, yo + j * y_stride, 1, count, p)
-            _lane_terms(p, count, first, second, high, low)
-            if not finite:
-                _note_special(p, count, special)
-            if j % PARTIAL == PARTIAL - 1:
-                _fold_lanes(high, low, hi, lo, count, PARTIAL * one, PARTIAL * one, like)
-        _fold_lanes(high, low, hi, lo, count, (n % PARTIAL) * one, (n % PARTIAL) * one, like)
-        _lane_sums(key, special, hi, lo, exponent, s, count, zero)
-        for j in range(n):
-            dy_row, y_row = dyo + j * dy_stride, yo + j * y_stride
-            for i in range(count):
-                store(p, i, widen(load(y, y_row + i)) * (widen(load(dy, dy_row + i)) - load(s, i)))
-            store_block(dx, dxo + j * dx_stride, 1, count, p, streaming)
-    fence()
-
-
-@kernel
-def log_softmax_backward_lanes(
-    like, dy_address, y_address, dx_address, shape, dy_strides, y_strides, dx_strides, lanes, n,
-    dy_stride, y_stride, dx_stride, streaming, start, stop,
-):  # fmt: skip
-    dy, y, dx = pointer(dy_address, like), pointer(y_address, like), pointer(dx_address, like)
-    zero, integer = work_zero(like), magnitude_key(work_zero(like))
-    one = term_bias(zero)
-    a, s = stack_lanes(zero), stack_lanes(zero)
-    first, second = stack_lanes(zero), stack_lanes(zero)
-    key, high, low = stack_lanes(integer), stack_lanes(integer), stack_lanes(integer)
-    exponent, special = stack_lanes(np.int64(0)), stack_lanes(np.int64(0))
-    hi, lo = stack_lanes(np.int64(0)), stack_lanes(np.uint64(0))
-    for index in range(start, stop):
-        dyo, yo = _tile(index, lanes, shape, dy_strides), _tile(index, lanes, shape, y_strides)
-        dxo, count = _tile(index, lanes, shape, dx_strides), _tile_width(index, lanes)
-        _clear_lanes(high, low, hi, lo, integer, count)
-        for i in range(count):
-            store(key, i, integer)
-            store(special, i, np.int64(0))
-        for j in range(n):
-            load_block(dy, dyo + j * dy_stride, 1, count, a)
-            _lane_magnitude(a, count, key)
-        _lane_scales(key, first, second, exponent, count)
-        finite = _all_finite(key, count)
-        for j in range(n):
-            load_block(dy, dyo + j * dy_stride, 1, count, a)
-            _lane_terms(a, count, first, second, high, low)
-            if not finite:
-                _note_special(a, count, special)
-            if j % PARTIAL == PARTIAL - 1:
-                _fold_lanes(high, low, hi, lo, count, PARTIAL * one, PARTIAL * one, like)
-        _fold_lanes(high, low, hi, lo, count, (n % PARTIAL) * one, (n % PARTIAL) * one, like)
-        _lane_sums(key, special, hi, lo, exponent, s, count, zero)
-        for j in range(n):
-            dy_row, y_row = dyo + j * dy_stride, yo + j * y_stride
-            for i in range(count):
-                store(a, i, fma(-exp(widen(load(y, y_row + i))), load(s, i), widen(load(dy, dy_row + i))))
-            store_block(dx, dxo + j * dx_stride, 1, count, a, streaming)
-    fence()
+                for i in range(count):
+                    store(dx, offset + i * dx_stride, narrow(fma(-load(e, i), s, load(block, i)), like))

@@ -19,6 +19,7 @@ from isograd.numerics.numba_ops import (
     exp_shifted,
     exp_short,
     fma,
+    is_finite,
     log1p_pair,
     split_pair,
     split_term,
@@ -27,7 +28,7 @@ from isograd.numerics.numba_ops import (
     wide_to_float,
     wide_to_pair,
 )
-from isograd.numerics.numba_sum import PARTIAL, signed_rest
+from isograd.numerics.numba_sum import signed_rest
 
 _FORCE = {"forceinline": True}
 _ONE_32, _ONE_64 = np.float32(1), np.float64(1)
@@ -39,7 +40,7 @@ _DOWN_32, _DOWN_64 = np.float32(2.0**-c.EXP_SCALE_32), np.float64(2.0**-c.EXP_SC
 _SHORT = (types.int16, types.uint16)
 
 
-# --- what differs between the widths ------------------------------------------------------------------------------------
+# --- what differs between the widths ---------------------------------------------------------------------------------
 def is_short(like: Any) -> Any:
     raise NotImplementedError
 
@@ -185,7 +186,7 @@ def _quotient(e, r, r_low, like):
 
 
 def log_probability(x: Any, m: Any, top: Any, middle: Any, low: Any, like: Any) -> Any:
-    """x - m - log(sum), where (top, middle, low) is m + log(sum) for wide types and top is log(sum) for short ones."""
+    """X - m - log(sum), where (top, middle, low) is m + log(sum) for wide types and top is log(sum) for short ones."""
     raise NotImplementedError
 
 
@@ -197,7 +198,7 @@ def _log_probability(x, m, top, middle, low, like):
     def full(x, m, top, middle, low, like):
         u, v = two_sum(x, -top)
         # u is infinite where x is -inf or the difference overflows; v is no number there.
-        return u + ((v - middle) - low) if u - u == u - u else u
+        return u + ((v - middle) - low) if is_finite(u) else u
 
     return full
 
@@ -258,29 +259,31 @@ def _work_nan(like):
     return lambda like: nan
 
 
-def exponential_block(block: Any, count: Any, base: Any, floor: Any, bias: Any, scale: Any, like: Any) -> Any:
-    """Turn x into scaled exponentials in place; return the sums of the high and low parts of their integer terms."""
+def exponential_part(block: Any, start: Any, stop: Any, base: Any, floor: Any, bias: Any, scale: Any, like: Any) -> Any:
+    """Turn at most PARTIAL elements into scaled exponentials in place.
+
+    Returns the sums of the high and the low parts of their integer terms, as int64.
+    """
     raise NotImplementedError
 
 
-@overload(exponential_block, jit_options=_FORCE)
-def _exponential_block(block, count, base, floor, bias, scale, like):
+@overload(exponential_part, jit_options=_FORCE)
+def _exponential_part(block, start, stop, base, floor, bias, scale, like):
     integer = np.int64 if like == types.float64 else np.int32
 
-    def implementation(block, count, base, floor, bias, scale, like):
-        high_sum, low_sum = np.int64(0), np.int64(0)
-        for start in range(0, count, PARTIAL):
-            high, low = integer(0), integer(0)
-            for i in range(start, min(start + PARTIAL, count)):
-                e, error = exponential(load(block, i), base, floor, bias, like)
-                store(block, i, e)
-                h, v = exponential_term(e, error, scale, like)
-                high = integer(high + h)
-                low = integer(low + v)
-            # The parts carry the term bias; modulo the integer's width it leaves the exact sums.
-            terms = min(start + PARTIAL, count) - start
-            high_sum += integer(high - terms * term_bias(base))
-            low_sum += integer(low - terms * low_term_bias(like))
-        return high_sum, low_sum
+    def implementation(block, start, stop, base, floor, bias, scale, like):
+        high, low = integer(0), integer(0)
+        for i in range(start, stop):
+            e, error = exponential(load(block, i), base, floor, bias, like)
+            store(block, i, e)
+            h, v = exponential_term(e, error, scale, like)
+            high = integer(high + h)
+            low = integer(low + v)
+        # The parts carry the term bias; modulo the integer's width it leaves the exact sums.
+        terms = stop - start
+        return (
+            np.int64(integer(high - terms * term_bias(base))),
+            np.int64(integer(low - terms * low_term_bias(like))),
+        )
 
     return implementation

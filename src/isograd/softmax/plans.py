@@ -94,30 +94,26 @@ def family_sku(descriptor: Descriptor, backend: str, arch: str) -> KernelSku:
     )
 
 
-# Elements that a chunk of work holds at least: some 10 microseconds of work, against some 10 to hand it to a thread.
-_GRAIN = 1 << 15
-
-
 @functools.lru_cache(maxsize=4096)
 def _arguments(
     operation: str, dtype: Any, shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...], axis: int
 ) -> tuple[Any, int, int, tuple[Any, ...], tuple[Any, ...]]:
-    """The compiled function, its range and grain, and the arguments before and after the addresses."""
+    """The compiled function, its range, the elements a step, and the arguments before and after the addresses."""
     from isograd.numerics.numba_memory import LANES
-    from isograd.softmax import numba_kernels
+    from isograd.softmax import numba_kernels, numba_lanes
 
     like = kernel_type(dtype)
     walk = plan_walk(shape, strides, axis)
     rows = arrays.size_of(walk.shape)
     outer = (np.array(walk.shape, np.int64), *(np.array(s, np.int64) for s in walk.strides))
     if walk.lanes:
-        function = getattr(numba_kernels, f"{operation}_lanes")
+        function = getattr(numba_lanes, f"{operation}_lanes")
         tiles = -(-walk.lanes // LANES)
         work = walk.length * min(walk.lanes, LANES)
         after: tuple[Any, ...] = (*outer, walk.lanes, walk.length, *walk.axis_strides)
-        return function, rows * tiles, max(1, _GRAIN // work), (like,), after
+        return function, rows * tiles, work, (like,), after
     function = getattr(numba_kernels, f"{operation}_rows")
-    return function, rows, max(1, _GRAIN // walk.length), (like,), (*outer, walk.length, *walk.axis_strides)
+    return function, rows, walk.length, (like,), (*outer, walk.length, *walk.axis_strides)
 
 
 class NumbaSoftmax(Kernel):
@@ -138,11 +134,11 @@ class NumbaSoftmax(Kernel):
             return
         itemsize = operands[-1].itemsize
         strides = tuple([tuple([s // itemsize for s in a.strides]) for a in operands])
-        function, count, grain, before, after = _arguments(
+        function, count, work, before, after = _arguments(
             descriptor.operation, operands[-1].dtype, descriptor.shape, strides, descriptor.axis
         )
         addresses = [address(a) for a in operands]
-        parallel.for_ranges(function, count, grain, *before, *addresses, *after)
+        parallel.for_ranges(function, count, parallel.grain(count, work), *before, *addresses, *after)
 
 
 for _operation in (*KINDS, *(f"{kind}_backward" for kind in KINDS)):
