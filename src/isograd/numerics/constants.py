@@ -47,7 +47,8 @@ EXP_POLY_64: Final = (
 )
 # The shorter exp: 2**f = 1 + f * P(f) on |f| <= 1/2, relative error 2**-18.4
 EXP2_POLY_SHORT: Final = (0.6931241046559389, 0.24024104141323152, 0.05590721500796678, 0.009582792443257607)
-SHORT_MIN_EXPONENT: Final = -156.0  # below it every 16-bit result is zero
+SHORT_MIN_EXPONENT: Final = -156.0  # below it every 16-bit result of a softmax is zero
+SHORT_NORMAL: Final = (-126.0, 128.0)  # exponents between which the shorter exp gives a number; below 0, above infinity
 
 # Exponentials inside a softmax are kept times 2**EXP_SCALE, so that none of them underflows before the division.
 EXP_SCALE_32: Final = 64

@@ -215,6 +215,7 @@ _D0, _D1, _D2, _D3, _D4, _D5, _D6, _D7, _D8, _D9, _D10 = (_F64(v) for v in c.EXP
 _S0, _S1, _S2, _S3 = (_F32(v) for v in c.EXP2_POLY_SHORT)
 _SHORT_MIN = _F32(c.SHORT_MIN_EXPONENT)
 _SHORT_BIAS = c.SHORT_QUANTUM_BITS << 23
+_SHORT_LOW, _SHORT_HIGH = (_F32(v) for v in c.SHORT_NORMAL)
 _FLOOR_32, _FLOOR_64 = _F32(c.EXP_FLOOR_32), _F64(c.EXP_FLOOR_64)
 _CEIL_32, _CEIL_64 = _F32(c.EXP_CEIL_32), _F64(c.EXP_CEIL_64)
 _DOWN_26, _UP_26 = _F32(2.0**-26), _F32(2.0**26)
@@ -347,14 +348,30 @@ def _exp_shifted(x, base, floor, bias):
 
 
 @device_function
-def exp_short(d):
-    """2**30 * exp(d) for d <= 0, for results of 16 bits: relative error under 2**-16, 2**-126 for everything small."""
-    t = d * _LOG2E_32
-    t = t if t > _SHORT_MIN else _SHORT_MIN
+def _exp2_short(t, bias):
+    """2**t by the shorter polynomial, its exponent field raised by `bias`."""
     z = t + _MAGIC_32
     f = t - (z - _MAGIC_32)
     p = fma(fma(fma(fma(_S3, f, _S2), f, _S1), f, _S0), f, _ONE_32)
-    return as_float(np.int32(as_int(p) + np.int32(as_int(z) << 23) + _SHORT_BIAS))
+    return as_float(np.int32(as_int(p) + np.int32(as_int(z) << 23) + bias))
+
+
+@device_function
+def exp_short(d):
+    """2**30 * exp(d) for d <= 0, for 16-bit softmax results: relative error under 2**-15."""
+    t = d * _LOG2E_32
+    return _exp2_short(t if t > _SHORT_MIN else _SHORT_MIN, _SHORT_BIAS)
+
+
+@device_function
+def exp_short_any(x):
+    """exp(x) for any x, for 16-bit results: zero instead of subnormal numbers; a NaN stays one."""
+    t = x * _LOG2E_32
+    u = _SHORT_LOW if t < _SHORT_LOW else t
+    # 2**128, the upper end, has the bits of infinity.
+    e = _exp2_short(_SHORT_HIGH if u > _SHORT_HIGH else u, 0)
+    e = _F32(0) if t < _SHORT_LOW else e
+    return e if x == x else x
 
 
 # --- the logarithm (rule 6) ------------------------------------------------------------------------------------------

@@ -233,17 +233,33 @@ def exp_shifted(x: Floats, base: Floats, floor: Floats, exponent: Floats) -> tup
         return e * scale, ((s - e) + t) * scale
 
 
+def _exp2_short(t: Floats, scale: int) -> Floats:
+    """2**(t + scale) by the shorter polynomial, for results that are normal numbers."""
+    of = np.float32
+    k = (t + of(c.MAGIC_32)) - of(c.MAGIC_32)
+    f = t - k
+    p = fma(_horner(f, c.EXP2_POLY_SHORT), f, of(1))
+    return (p.view(np.int32).astype(np.int64) + ((k.astype(np.int64) + scale) << 23)).astype(np.int32).view(of)
+
+
 def exp_short(d: Floats) -> Floats:
-    """2**30 * exp(d) for binary32 d <= 0: the exponential of 16-bit results."""
+    """2**30 * exp(d) for binary32 d <= 0: the exponential of 16-bit softmax results."""
     of = np.float32
     with np.errstate(all="ignore"):
         t = d * of(c.LOG2E)
         t = np.where(t > of(c.SHORT_MIN_EXPONENT), t, of(c.SHORT_MIN_EXPONENT))
-        k = (t + of(c.MAGIC_32)) - of(c.MAGIC_32)
-        f = t - k
-        p = fma(_horner(f, c.EXP2_POLY_SHORT), f, of(1))
-    shifted = (p.view(np.int32).astype(np.int64) + ((k.astype(np.int64) + c.SHORT_QUANTUM_BITS) << 23)).astype(np.int32)
-    return shifted.view(np.float32)
+        return _exp2_short(t, c.SHORT_QUANTUM_BITS)
+
+
+def exp_short_any(x: Floats) -> Floats:
+    """exp(x) for any binary32 x, for 16-bit results: zero instead of subnormal numbers."""
+    of = np.float32
+    low, high = (of(v) for v in c.SHORT_NORMAL)
+    with np.errstate(all="ignore"):
+        t = x * of(c.LOG2E)
+        e = _exp2_short(np.clip(np.where(np.isnan(t), low, t), low, high), 0)
+        e = np.where(t < low, of(0), e)
+    return np.where(np.isnan(x), of(np.nan), e)
 
 
 def _log_core(f: Floats, k: Floats, low: Floats) -> tuple[Floats, Floats]:

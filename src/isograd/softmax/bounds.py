@@ -44,7 +44,8 @@ def _work(dtype: str) -> tuple[float, int, Any, float]:
 
 def _exponential_error(n: int, dtype: str) -> float:
     """The absolute error that quanta cause in a sum of n exponentials: one rounding a term, two where its own
-    rounding error is summed as well."""
+    rounding error is summed as well.
+    """
     if dtype in ("float16", "bfloat16"):
         return n * 2.0 ** -((c.SHORT_QUANTUM_BITS if n <= c.SHORT_ROW else c.QUANTUM_BITS) + 1)
     return n * 2.0 ** -_work(dtype)[1]
@@ -72,7 +73,7 @@ def _log_softmax(dtype: str, x: Floats, axis: int = -1) -> Floats:
 
 
 def _sum_bound(terms: Floats, dtype: str, axis: int) -> Floats:
-    """count · q / 2, q from the largest term."""
+    """Count · q / 2, q from the largest term."""
     _, bits, _, largest = _work(dtype)
     top = np.max(np.abs(terms), axis=axis, keepdims=True, initial=0)
     _, exponent = np.frexp(top)
@@ -98,8 +99,12 @@ def _log_softmax_backward(dtype: str, dy: Floats, y: Floats, axis: int = -1) -> 
         e, b = np.exp(y.astype(np.longdouble)), np.abs(dy.astype(np.longdouble))
         total = b.sum(axis=axis, keepdims=True)
         dx = ref.oracle_log_softmax_backward(dy, y, axis)
-        # An exp(y) below the smallest normal number is off by up to a spacing of the subnormals, 2η.
-        bound = 4 * u * (b + e * total) + e * _sum_bound(b, dtype, axis) + 2 * eta * total + ulp(dx, dtype) / 2
+        bound = 4 * u * (b + e * total) + e * _sum_bound(b, dtype, axis) + ulp(dx, dtype) / 2
+        if dtype in ("float16", "bfloat16"):
+            bound = bound + (_SHORT_RELATIVE * e + 2.0**-126) * total
+        else:
+            # An exp(y) below the smallest normal number is off by up to a spacing of the subnormals, 2η.
+            bound = bound + 2 * eta * total
         return np.where((e * total > largest) | (total > largest) | (np.abs(dx) > _FORMATS[dtype][2]), np.inf, bound)
 
 
@@ -118,6 +123,7 @@ _FORMULAS = {
 _SHORT_FORMULAS = {
     "softmax": "ulp(y)/2 + (2^-15 + n·q/2)·y",
     "log_softmax": "ulp(y)/2 + 2^-15·|y| + n·q/2",
+    "log_softmax_backward": "4u·(|dy| + e^y·Σ|dy|) + (2^-15·e^y + 2^-126)·Σ|dy| + e^y·n·q/2 + ulp(dx)/2",
 }
 
 

@@ -24,7 +24,6 @@ from isograd.numerics.numba_memory import (
 )
 from isograd.numerics.numba_ops import (
     add_limbs,
-    exp,
     fma,
     from_key,
     is_finite,
@@ -50,6 +49,7 @@ from isograd.softmax.numba_steps import (
     log_probability,
     log_sum,
     lowest_key,
+    probability,
     quotient,
     reciprocal,
     row_shift,
@@ -226,16 +226,16 @@ def softmax_backward_rows(
 
 
 @device_function
-def _load_and_exponentiate(dy, dy_offset, dy_stride, y, y_offset, y_stride, start, stop, block, e):
+def _load_and_exponentiate(dy, dy_offset, dy_stride, y, y_offset, y_stride, start, stop, block, e, like):
     """Dy and exp(y), read side by side: the arithmetic of one hides the wait for the other."""
     if dy_stride == 1 and y_stride == 1:
         for i in range(start, stop):
             store(block, i, widen(load(dy, dy_offset + i)))
-            store(e, i, exp(widen(load(y, y_offset + i))))
+            store(e, i, probability(widen(load(y, y_offset + i)), like))
     else:
         for i in range(start, stop):
             store(block, i, widen(load(dy, dy_offset + i * dy_stride)))
-            store(e, i, exp(widen(load(y, y_offset + i * y_stride))))
+            store(e, i, probability(widen(load(y, y_offset + i * y_stride)), like))
 
 
 @kernel
@@ -263,7 +263,7 @@ def log_softmax_backward_rows(
                 prefetch_read(dy, dy_ahead + (j + i) * dy_stride, dy_stride, end - i)
                 prefetch_read(y, y_ahead + (j + i) * y_stride, y_stride, end - i)
                 prefetch_write(dx, dxo + (j + i) * dx_stride, dx_stride, end - i)
-                _load_and_exponentiate(dy, dy_block, dy_stride, y, y_block, y_stride, i, end, block, e)
+                _load_and_exponentiate(dy, dy_block, dy_stride, y, y_block, y_stride, i, end, block, e, like)
             key = block_magnitude(block, count, key)
             if n > BLOCK:
                 store_block(kept, j, 1, count, e)

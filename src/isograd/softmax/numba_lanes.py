@@ -21,7 +21,6 @@ from isograd.numerics.numba_memory import (
 )
 from isograd.numerics.numba_ops import (
     add_limbs,
-    exp,
     fma,
     from_key,
     is_finite,
@@ -42,6 +41,7 @@ from isograd.softmax.numba_steps import (
     log_sum,
     low_term_bias,
     lowest_key,
+    probability,
     quotient,
     reciprocal,
     row_shift,
@@ -325,5 +325,5 @@ def log_softmax_backward_lanes(
         for j in range(n):
             dy_row, y_row = dyo + j * dy_stride, yo + j * y_stride
             for i in range(count):
-                store(a, i, fma(-exp(widen(load(y, y_row + i))), load(s, i), widen(load(dy, dy_row + i))))
+                store(a, i, fma(-probability(widen(load(y, y_row + i)), like), load(s, i), widen(load(dy, dy_row + i))))
             store_block(dx, dxo + j * dx_stride, 1, count, a)

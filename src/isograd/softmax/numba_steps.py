@@ -15,9 +15,11 @@ from isograd.numerics.numba_compile import device_function
 from isograd.numerics.numba_memory import load, store, work_zero
 from isograd.numerics.numba_ops import (
     add_limbs,
+    exp,
     exp_shift,
     exp_shifted,
     exp_short,
+    exp_short_any,
     fma,
     is_finite,
     log1p_pair,
@@ -83,6 +85,18 @@ def _exponential(x, base, floor, bias, like):
     if like in _SHORT:
         return lambda x, base, floor, bias, like: (exp_short(x - base), np.float32(0))
     return lambda x, base, floor, bias, like: exp_shifted(x, base, floor, bias)
+
+
+def probability(y: Any, like: Any) -> Any:
+    """exp(y) for a log-probability."""
+    raise NotImplementedError
+
+
+@overload(probability, jit_options=_FORCE)
+def _probability(y, like):
+    if like in _SHORT:
+        return lambda y, like: exp_short_any(y)
+    return lambda y, like: exp(y)
 
 
 def term_scale(n: Any, like: Any) -> Any:

@@ -63,7 +63,7 @@ def _exponentials(x: Floats, m: Floats, short: bool) -> _Exponentials:
 
 
 def _pair(total: int, exponent: int, form: ref.Format) -> tuple[Any, Any]:
-    """total * 2**exponent rounded once, and what that left, rounded once."""
+    """Total * 2**exponent rounded once, and what that left, rounded once."""
     head = ref.round_integer(total, exponent, form)
     rest = total - int(np.ldexp(np.float64(head), -exponent))
     return head, ref.round_integer(rest, exponent, form)
@@ -138,7 +138,8 @@ def _log_softmax_backward_rows(dy_rows: Floats, y_rows: Floats) -> Floats:
     dy, y = ref.widen(dy_rows), ref.widen(y_rows)
     with np.errstate(all="ignore"):
         s = np.broadcast_to(ref.order_free_sum(dy)[:, None], dy.shape)
-        return ref.narrow(ref.fma(-ref.exp(y), s, dy), dy_rows.dtype)
+        exp = ref.exp_short_any if dy_rows.dtype.itemsize == 2 else ref.exp
+        return ref.narrow(ref.fma(-exp(y), s, dy), dy_rows.dtype)
 
 
 def softmax(x: Floats, axis: int = -1) -> Floats:
@@ -157,7 +158,7 @@ def log_softmax_backward(dy: Floats, y: Floats, axis: int = -1) -> Floats:
     return _over_rows(_log_softmax_backward_rows, axis, dy, y)
 
 
-# --- the oracle: the same formulas in the widest float of the machine --------------------------------------------------
+# --- the oracle: the same formulas in the widest float of the machine ------------------------------------------------
 # x86 has an 80-bit longdouble, which also serves as the oracle of float64; elsewhere it is binary64.
 _WIDE = np.longdouble
 
