@@ -1,26 +1,35 @@
 """Training kernels whose results have the same bits on every run, batch split, thread count and machine."""
 
-from isograd.errors import (
-    BufferTooSmallError,
-    DeviceMismatchError,
-    IndexOutOfRangeError,
-    InvalidProblemError,
-    IsogradError,
-    MisalignedOperandError,
-    UnsupportedError,
-    WorkspaceTooSmallError,
-)
-from isograd.parallel import get_num_threads, set_num_threads
-from isograd.plan import ErrorBound, Kernel, KernelSku, PrecisionGuarantee
-from isograd.registry import kernels, register_kernel, unregister_kernel
-from isograd.softmax.api import log_softmax, log_softmax_backward, softmax, softmax_backward
-from isograd.softmax.plans import SoftmaxBackwardDescriptor, SoftmaxBackwardPlan, SoftmaxDescriptor, SoftmaxPlan
+from isograd.fenv import default_environment
+
+# Literals are rounded when a module is compiled and constants when it is loaded: this happens under the default
+# environment, whatever the caller's is.
+with default_environment():
+    from isograd.encoder import Encoder
+    from isograd.errors import (
+        BufferTooSmallError,
+        DeviceMismatchError,
+        IndexOutOfRangeError,
+        InvalidProblemError,
+        IsogradError,
+        MisalignedOperandError,
+        RecordingError,
+        UnsupportedError,
+        WorkspaceTooSmallError,
+    )
+    from isograd.parallel import get_num_threads, set_num_threads
+    from isograd.plan import ErrorBound, Kernel, KernelSku, PrecisionGuarantee
+    from isograd.registry import kernels, register_kernel, unregister_kernel
+    from isograd.softmax.api import log_softmax, log_softmax_backward, softmax, softmax_backward
+    from isograd.softmax.plans import SoftmaxBackwardDescriptor, SoftmaxBackwardPlan, SoftmaxDescriptor, SoftmaxPlan
+    from isograd.tape import Tape, Variable
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BufferTooSmallError",
     "DeviceMismatchError",
+    "Encoder",
     "ErrorBound",
     "IndexOutOfRangeError",
     "InvalidProblemError",
@@ -29,11 +38,14 @@ __all__ = [
     "KernelSku",
     "MisalignedOperandError",
     "PrecisionGuarantee",
+    "RecordingError",
     "SoftmaxBackwardDescriptor",
     "SoftmaxBackwardPlan",
     "SoftmaxDescriptor",
     "SoftmaxPlan",
+    "Tape",
     "UnsupportedError",
+    "Variable",
     "WorkspaceTooSmallError",
     "get_num_threads",
     "kernels",

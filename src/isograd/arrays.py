@@ -1,19 +1,26 @@
 """One view of the arrays that users bring.
 
-Kernels on the CPU work on NumPy arrays. Other arrays (anything with DLPack) enter and leave without a copy; torch
-tensors and tape variables have modules of their own. bfloat16 is `ml_dtypes.bfloat16`.
+Kernels on the CPU work on NumPy arrays, kernels on a GPU on torch tensors. Tensors on the CPU and anything else with
+DLPack enter without a copy; tape variables have a module of their own. bfloat16 is `ml_dtypes.bfloat16`. torch is
+looked up among the modules that are loaded already, never imported: without it nobody can hand over a tensor.
 """
 
+import functools
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from isograd.errors import DeviceMismatchError, InvalidProblemError
+from isograd.errors import DeviceMismatchError, InvalidProblemError, UnsupportedError
 from isograd.numerics.reference import BFLOAT16
 from isograd.numerics.storage import address, dtype_name
+
+# dtype.name is Python code and slower than all that a plan checks besides.
+_ARRAY_TYPES = {np.dtype(name): name for name in ("float16", "float32", "float64")} | {BFLOAT16: "bfloat16"}
+
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The NumPy dtype of a storage type's name."""
@@ -21,9 +28,19 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def describe(array: Any, operation: str, argument: str) -> tuple[str, str]:
-    """(device, dtype name) of an array that a plan is handed."""
+    """(device, dtype name) of an array that a plan is handed; the device is "cpu", "cuda" or another of torch's types.
+
+    Raises InvalidProblemError for anything that is neither a NumPy array nor a tensor with memory of its own, and
+    UnsupportedError for another dtype or a tensor that is sparse, nested or quantized.
+    """
+    if type(array) is np.ndarray and (name := _ARRAY_TYPES.get(array.dtype)) is not None:
+        return "cpu", name
     if not isinstance(array, np.ndarray):
-        raise InvalidProblemError(f"{operation}: {argument} is {type(array).__name__}; expected a NumPy array")
+        if is_tensor(array):
+            return _describe_tensor(array, operation, argument)
+        raise InvalidProblemError(
+            f"{operation}: {argument} is {type(array).__name__}; expected a NumPy array or a torch tensor"
+        )
     if isinstance(array, np.ma.MaskedArray):
         raise InvalidProblemError(f"{operation}: {argument} is a masked array, whose mask would be lost; fill it first")
     return "cpu", dtype_name(array.dtype, operation, argument)
@@ -47,8 +64,104 @@ def to_numpy(x: Any, operation: str, argument: str) -> tuple[NDArray[Any], Calla
             ) from error
         return view, None if space is None else space.from_dlpack
     raise InvalidProblemError(
-        f"{operation}: {argument} is {type(x).__name__}; expected a NumPy array, an array with DLPack or a tape variable"
+        f"{operation}: {argument} is {type(x).__name__}; expected a NumPy array, a torch tensor, an array with DLPack "
+        "or a tape variable"
     )
+
+
+def is_tensor(array: Any) -> bool:
+    """Whether something is a torch tensor."""
+    return isinstance(array, getattr(sys.modules.get("torch"), "Tensor", ()))
+
+
+@functools.cache
+def _tensor_types() -> dict[Any, str]:
+    torch = sys.modules["torch"]
+    return {getattr(torch, name): name for name in ("float16", "bfloat16", "float32", "float64")}
+
+
+def tensor_dtype(tensor: Any, operation: str, argument: str, dtype: Any = None) -> str:
+    """The name of a tensor's storage type; UnsupportedError for any other, or for memory that is not strided.
+
+    `dtype` is what the caller wants the tensor converted to first.
+    """
+    name = _tensor_types().get(dtype or tensor.dtype)
+    if name is None:
+        accepted = ", ".join(_tensor_types().values())
+        given = f"{argument} has dtype {tensor.dtype}" if dtype is None else f"dtype is {dtype}"
+        raise UnsupportedError(f"{operation}: {given}; accepted: {accepted}")
+    if tensor.is_nested or tensor.layout is not sys.modules["torch"].strided:
+        kind = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
+        raise UnsupportedError(f"{operation}: {argument} is {kind}; accepted: dense, strided tensors")
+    return name
+
+
+def _describe_tensor(tensor: Any, operation: str, argument: str) -> tuple[str, str]:
+    name = tensor_dtype(tensor, operation, argument)
+    if tensor.is_neg():
+        raise InvalidProblemError(
+            f"{operation}: {argument} is a view that torch negates when it is read; call resolve_neg() on it first"
+        )
+    device: str = "cuda" if tensor.is_cuda else "cpu" if tensor.is_cpu else tensor.device.type
+    if device == "meta":
+        return device, name
+    try:
+        pointer = tensor.data_ptr()
+    except RuntimeError:  # a wrapper: fake, distributed, or inside a transform
+        pointer = 0
+    if not pointer and tensor.numel():
+        raise InvalidProblemError(
+            f"{operation}: {argument} is a {type(tensor).__name__} without memory of its own; expected a plain tensor"
+        )
+    return device, name
+
+
+def location(array: Any) -> str:
+    """Where an array lies, for messages and comparisons: "cpu", "cuda:0"."""
+    return "cpu" if isinstance(array, np.ndarray) else str(getattr(array, "device", "no device"))
+
+
+class _Memory:
+    """The memory of a tensor in NumPy's terms; an array made from it keeps the tensor alive."""
+
+    __slots__ = ("__array_interface__", "tensor")
+
+    def __init__(self, tensor: Any, kind: str = "|V") -> None:
+        itemsize = tensor.element_size()
+        strides = None if tensor.is_contiguous() else tuple([stride * itemsize for stride in tensor.stride()])
+        self.tensor = tensor
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": tensor.shape,
+            "strides": strides,
+            "typestr": f"{kind}{itemsize}",
+            "version": 3,
+        }
+
+
+_FLOAT = "<f" if sys.byteorder == "little" else ">f"
+
+
+def numpy_view(tensor: Any) -> NDArray[Any]:
+    """The memory of a tensor on the CPU as a NumPy array, without a copy.
+
+    `Tensor.numpy` would do but for bfloat16, which NumPy knows through ml_dtypes only, and for a lasting effect: it
+    forbids torch to resize the tensor's storage ever after.
+    """
+    if tensor.dtype is sys.modules["torch"].bfloat16:
+        return np.asarray(_Memory(tensor)).view(BFLOAT16)
+    return np.asarray(_Memory(tensor, _FLOAT))
+
+
+def _memory(array: Any) -> NDArray[Any]:
+    """An array for questions about addresses alone; where the tensor lies on a GPU it must never be read."""
+    return array if isinstance(array, np.ndarray) else np.asarray(_Memory(array))
+
+
+def mark_written(array: Any) -> None:
+    """Tell torch's autograd that a tensor has new contents, so that a backward that saved the old ones is refused."""
+    if not isinstance(array, np.ndarray) and not array.is_inference():
+        sys.modules["torch"].autograd.graph.increment_version(array)
 
 
 def size_of(shape: tuple[int, ...]) -> int:
@@ -56,13 +169,10 @@ def size_of(shape: tuple[int, ...]) -> int:
     return math.prod(shape)
 
 
-def size(array: NDArray[Any]) -> int:
-    """The number of elements of an array."""
-    return array.size
-
-
-def is_aligned(array: NDArray[Any]) -> bool:
+def is_aligned(array: Any) -> bool:
     """Whether the address and every stride are multiples of the element size."""
+    if not isinstance(array, np.ndarray):  # the strides of tensors count elements
+        return bool(array.data_ptr() % array.element_size() == 0)
     itemsize = array.itemsize
     if array.flags.c_contiguous and array.flags.aligned:
         return True
@@ -71,13 +181,17 @@ def is_aligned(array: NDArray[Any]) -> bool:
     )
 
 
-def is_writeable(array: NDArray[Any]) -> bool:
+def is_writeable(array: Any) -> bool:
     """Whether results may be stored into an array."""
-    return array.flags.writeable
+    return array.flags.writeable if isinstance(array, np.ndarray) else True
 
 
-def overlaps_itself(array: NDArray[Any]) -> bool:
+def overlaps_itself(array: Any) -> bool:
     """Whether two elements of an array share memory; decided exactly."""
+    if not isinstance(array, np.ndarray):
+        if array.is_contiguous():
+            return False
+        array = _memory(array)
     if array.flags.c_contiguous or array.size < 2:
         return False
     extent = array.itemsize
@@ -97,20 +211,56 @@ def overlaps_itself(array: NDArray[Any]) -> bool:
     return bool(np.any(np.diff(offsets) < array.itemsize))
 
 
-def overlaps_partly(out: NDArray[Any], array: NDArray[Any]) -> bool:
+def _disjoint(a: Any, b: Any) -> bool:
+    """Whether two tensors obviously share no memory: one ends before the other starts, or starts before it."""
+    first, second = a.data_ptr(), b.data_ptr()
+    if first > second:
+        a, first, second = b, second, first
+    if a.is_contiguous():
+        return bool(first + a.nbytes <= second)
+    last = sum((length - 1) * stride for length, stride in zip(a.shape, a.stride(), strict=True))
+    return bool(first + (last + 1) * a.element_size() <= second)
+
+
+def placement(array: Any) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """(address, shape, strides) of an array or tensor: equal for the same view of the same memory."""
+    if isinstance(array, np.ndarray):
+        return address(array), array.shape, array.strides
+    return array.data_ptr(), tuple(array.shape), tuple([stride * array.element_size() for stride in array.stride()])
+
+
+def same_view(a: Any, b: Any) -> bool:
+    """Whether two arrays of one shape and dtype are the same memory in the same order."""
+    a, b = _memory(a), _memory(b)
+    return address(a) == address(b) and all(
+        p == q or length < 2 for p, q, length in zip(a.strides, b.strides, a.shape, strict=True)
+    )
+
+
+def overlaps(a: Any, b: Any) -> bool:
+    """Whether two arrays share an element's memory; interleaved views do not."""
+    if is_tensor(a) and is_tensor(b) and _disjoint(a, b):
+        return False
+    return bool(np.shares_memory(_memory(a), _memory(b)))
+
+
+def overlaps_partly(out: Any, array: Any) -> bool:
     """Whether two arrays share memory without being the same view; interleaved views do not overlap."""
+    if not isinstance(out, np.ndarray) or not isinstance(array, np.ndarray):
+        if is_tensor(out) and is_tensor(array) and _disjoint(out, array):
+            return False
+        out, array = _memory(out), _memory(array)
     if not np.may_share_memory(out, array):
         return False
-    same = address(out) == address(array) and all(
-        a == b or length < 2 for a, b, length in zip(out.strides, array.strides, out.shape, strict=True)
-    )
-    return not same and np.shares_memory(out, array)
+    return not same_view(out, array) and np.shares_memory(out, array)
 
 
 def byte_buffer(workspace: Any, operation: str) -> tuple[int, int]:
     """(bytes, address) of a workspace."""
+    if is_tensor(workspace) and workspace.is_contiguous():
+        return workspace.numel() * workspace.element_size(), workspace.data_ptr()
     if not isinstance(workspace, np.ndarray) or not workspace.flags.c_contiguous or not workspace.flags.writeable:
         raise InvalidProblemError(
-            f"{operation}: workspace is {type(workspace).__name__}; expected a contiguous, writeable NumPy array"
+            f"{operation}: workspace is {type(workspace).__name__}; expected a contiguous, writeable array or tensor"
         )
     return workspace.nbytes, address(workspace)

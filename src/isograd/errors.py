@@ -29,5 +29,9 @@ class IndexOutOfRangeError(IsogradError, IndexError):
     """An index outside the axis it indexes."""
 
 
+class RecordingError(IsogradError, RuntimeError):
+    """An encoder used out of turn, a result read before its recording was submitted, or an argument freed since."""
+
+
 class DeviceMismatchError(IsogradError, ValueError):
     """Arguments on different devices, or on another device than the plan's."""

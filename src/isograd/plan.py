@@ -2,7 +2,8 @@
 
 A descriptor says what is to be computed (operation, shape, dtype, axis) and is hashable. `Plan.select` validates it,
 asks the registry for a kernel, and returns a plan that can run any number of times on arrays of any strides. What the
-plan promises stands in its `precision_guarantee`.
+plan promises stands in its `precision_guarantee`. Kernels on the CPU are handed NumPy arrays, tensors there as views
+without a copy; kernels on a GPU are handed torch tensors.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from isograd import arrays, registry
+import numpy as np
+
+from isograd import arrays, encoder, registry
 from isograd.errors import (
     BufferTooSmallError,
     DeviceMismatchError,
@@ -102,7 +105,7 @@ class Descriptor(ABC):
         if self.kind not in self.kinds:
             raise InvalidProblemError(f"{type(self).__name__}: kind is {self.kind!r}; accepted: {list(self.kinds)}")
         name = self.operation
-        if self.dtype not in DTYPES:
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:  # a NumPy dtype equals its name
             raise UnsupportedError(f"{name}: dtype is {self.dtype!r}; accepted: {', '.join(DTYPES)}")
         try:
             shape = tuple(operator.index(size) for size in self.shape)
@@ -162,6 +165,7 @@ class Plan:
     def select(cls, descriptor: Any, device: str = "cpu", preference: str | None = None) -> Self:
         """Validate a descriptor and choose a kernel for it.
 
+        `device` is "cpu" or "cuda"; a plan for "cuda" runs on whichever GPU holds its arguments.
         `preference` names a kernel (see `isograd kernels`); it is taken or, if it cannot serve, an UnsupportedError
         says why. InvalidProblemError: the descriptor makes no sense. UnsupportedError: nothing registered serves it.
         """
@@ -189,35 +193,63 @@ class Plan:
     def run(self, *, workspace: Any = None, stream: Any = None, **arguments: Any) -> None:
         """Check the arguments, then compute into the output array.
 
-        `workspace` is a contiguous byte array of at least `workspace_size` bytes, 64-byte aligned; without one the
-        kernel allocates what it needs. `stream` is the device's stream object; the CPU has none and takes None only.
+        The arguments are NumPy arrays or torch tensors on the CPU, and tensors of one GPU for a plan for "cuda".
+        Gradients are not recorded (`isograd.torch` does that). `workspace` is a contiguous byte array or tensor of at
+        least `workspace_size` bytes, 64-byte aligned; without one the kernel allocates what it needs. `stream` is the
+        device's stream object (`torch.cuda.Stream`), by default the current one of the arguments' device; the CPU has
+        none and takes None only. Inside an `Encoder` the launch is recorded instead.
         """
-        self._check(arguments)
+        if encoder.recordings and (recording := encoder.current()) is not None:
+            recording.record(self, arguments, workspace, stream)
+            return
+        operands = self.check(arguments, workspace, stream)
+        out = arguments[self.descriptor.output]
+        if type(out) is not np.ndarray:
+            arrays.mark_written(out)
+        self.kernel.launch(self.descriptor, operands, workspace, stream)
+
+    def check(self, arguments: Mapping[str, Any], workspace: Any = None, stream: Any = None) -> Mapping[str, Any]:
+        """What `run` checks before it computes; returns the operands as the kernel takes them."""
+        operands = self._check(arguments)
         if workspace is not None:
             self._check_workspace(workspace)
         if stream is not None and self.device == "cpu":
-            raise InvalidProblemError(f"{self.sku.op}: stream is {stream!r}; a CPU plan has no streams and accepts None")
-        self.kernel.launch(self.descriptor, arguments, workspace, stream)
+            raise InvalidProblemError(
+                f"{self.sku.op}: stream is {stream!r}; a CPU plan has no streams and accepts None"
+            )
+        return operands
 
-    def _check(self, arguments: Mapping[str, Any]) -> None:
+    def _check(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         name, descriptor = self.sku.op, self.descriptor
         if arguments.keys() != self._names:
             given = sorted(arguments)
             raise InvalidProblemError(f"{name}: arguments are {given}; expected {sorted(self._names)}")
+        plain = True
         for key in descriptor.inputs:
             array = arguments[key]
-            self._check_array(key, array)
+            plain &= self._check_array(key, array, arguments)
             if array.shape != descriptor.shape:
-                raise InvalidProblemError(f"{name}: {key} has shape {array.shape}; the plan is for {descriptor.shape}")
+                raise InvalidProblemError(
+                    f"{name}: {key} has shape {tuple(array.shape)}; the plan is for {descriptor.shape}"
+                )
         out = arguments[descriptor.output]
-        self._check_array(descriptor.output, out)
+        plain &= self._check_array(descriptor.output, out, arguments)
         self._check_output(out, [(key, arguments[key]) for key in descriptor.inputs])
+        if plain:
+            return arguments
+        if self.device == "cpu":
+            return {k: a if isinstance(a, np.ndarray) else arrays.numpy_view(a) for k, a in arguments.items()}
+        place = out.device
+        if any(array.device != place for array in arguments.values()):
+            raise DeviceMismatchError(f"{name}: {self._locations(arguments)}; expected one device for all")
+        return arguments
 
-    def _check_array(self, key: str, array: Any) -> None:
+    def _check_array(self, key: str, array: Any, arguments: Mapping[str, Any]) -> bool:
+        """Raise what is wrong with an argument; whether it is a NumPy array."""
         name = self.sku.op
         device, dtype = arrays.describe(array, name, key)
         if device != self.device:
-            raise DeviceMismatchError(f"{name}: {key} is on {device}; the plan is for {self.device}")
+            raise DeviceMismatchError(f"{name}: {self._locations(arguments)}; the plan is for {self.device}")
         if dtype != self.descriptor.dtype:
             raise InvalidProblemError(f"{name}: {key} has dtype {dtype}; the plan is for {self.descriptor.dtype}")
         if not arrays.is_aligned(array):
@@ -225,11 +257,16 @@ class Plan:
                 f"{name}: {key} has an address or strides that are no multiple of its element size; "
                 "copy it into an aligned array"
             )
+        return isinstance(array, np.ndarray)
+
+    def _locations(self, arguments: Mapping[str, Any]) -> str:
+        names = (*self.descriptor.inputs, self.descriptor.output)
+        return ", ".join(f"{key} is on {arrays.location(arguments[key])}" for key in names)
 
     def _check_output(self, out: Any, inputs: list[tuple[str, Any]]) -> None:
         name, key, shape = self.sku.op, self.descriptor.output, self.descriptor.shape
         if out.shape != shape:
-            kind = BufferTooSmallError if arrays.size(out) < arrays.size_of(shape) else InvalidProblemError
+            kind = BufferTooSmallError if arrays.size_of(out.shape) < arrays.size_of(shape) else InvalidProblemError
             raise kind(f"{name}: {key} has shape {tuple(out.shape)}; the result has shape {shape}")
         if not arrays.is_writeable(out):
             raise InvalidProblemError(f"{name}: {key} is read-only; expected a writeable array")
@@ -244,6 +281,9 @@ class Plan:
     def _check_workspace(self, workspace: Any) -> None:
         name = self.sku.op
         available, address = arrays.byte_buffer(workspace, name)
+        place = arrays.location(workspace)
+        if place.partition(":")[0] != self.device:
+            raise DeviceMismatchError(f"{name}: workspace is on {place}; the plan is for {self.device}")
         if available < self.workspace_size:
             raise WorkspaceTooSmallError(
                 f"{name}: workspace has {available} bytes; the plan needs {self.workspace_size}"

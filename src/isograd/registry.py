@@ -29,7 +29,7 @@ class Entry(NamedTuple):
 
 
 # A family registers its kernels when its plans module is imported.
-_FAMILIES = ("isograd.softmax.plans",)
+_FAMILIES = ("isograd.softmax.plans", "isograd.softmax.cuda")
 _entries: list[Entry] = []
 _lock = threading.Lock()
 _generation = 0
@@ -46,9 +46,9 @@ def register_kernel(operation: str, device: str, dtype: str, kernel: Kernel, *, 
     entry = Entry(operation, device, dtype, kernel, priority)
     global _generation
     with _lock:
-        _entries[:] = [e for e in _entries if (*e[:3], e.kernel.name) != (*entry[:3], kernel.name)]
-        _entries.append(entry)
-        _entries.sort(key=lambda e: -e.priority)
+        others = [e for e in _entries if (*e[:3], e.kernel.name) != (*entry[:3], kernel.name)]
+        # In one step: readers take no lock, and a list looks empty while it is sorted in place.
+        _entries[:] = sorted([*others, entry], key=lambda e: -e.priority)
         _generation += 1
 
 

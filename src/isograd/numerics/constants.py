@@ -1,7 +1,7 @@
 """The numbers of the arithmetic contract, shared by every backend.
 
-Polynomials are minimax fits; `tools/fit_polynomials.py` derives them. Values meant for binary32 are written with
-enough digits to round to the intended float; each backend rounds them once, when it is loaded.
+Polynomials are minimax fits; `tools/fit_polynomials.py` derives them. A value for binary32 is one of its numbers, written
+out, so that converting it is exact under any rounding mode.
 """
 
 from typing import Final
@@ -18,19 +18,20 @@ MAGIC_32: Final = 12582912.0  # 1.5 * 2**23
 MAGIC_64: Final = 6755399441055744.0  # 1.5 * 2**52
 
 # --- Exponential (rule 6) --------------------------------------------------------------------------------------------
-LOG2E: Final = 1.4426950408889634
+LOG2E_32: Final = 1.4426950216293335
+LOG2E_64: Final = 1.4426950408889634
 # ln 2 rounded, and the rest of it. x - k * LN2 is one fma and exact in every reduction that occurs.
 LN2_32: Final = 0.6931471824645996
-LN2_REST_32: Final = -1.904654299957768e-09
+LN2_REST_32: Final = -1.9046542121259336e-09
 LN2_64: Final = 0.6931471805599453
 LN2_REST_64: Final = 2.3190468138462996e-17
 # exp(r) = 1 + r + r^2 * P(r) on |r| <= ln(2) / 2, lowest power first
 EXP_POLY_32: Final = (
-    0.4999999341351235,
-    0.16666520110196736,
-    0.04166839378274301,
-    0.008368780277703975,
-    0.0013814496271457432,
+    0.4999999403953552,
+    0.1666651964187622,
+    0.04166839271783829,
+    0.0083687799051404,
+    0.0013814496342092752,
 )
 EXP_POLY_64: Final = (
     0.5,
@@ -46,7 +47,12 @@ EXP_POLY_64: Final = (
     2.0826453802418198e-09,
 )
 # The shorter exp: 2**f = 1 + f * P(f) on |f| <= 1/2, relative error 2**-18.4
-EXP2_POLY_SHORT: Final = (0.6931241046559389, 0.24024104141323152, 0.05590721500796678, 0.009582792443257607)
+EXP2_POLY_SHORT: Final = (
+    0.6931241154670715,
+    0.24024103581905365,
+    0.05590721592307091,
+    0.009582792408764362,
+)
 SHORT_MIN_EXPONENT: Final = -156.0  # below it every 16-bit result of a softmax is zero
 SHORT_NORMAL: Final = (-126.0, 128.0)  # exponents between which the shorter exp gives a number; below 0, above infinity
 
@@ -57,8 +63,8 @@ EXP_SCALE_64: Final = 512
 EXP_FLOOR_32: Final = -105.0
 EXP_FLOOR_64: Final = -746.0
 # A row whose maximum m is smaller than this is reduced without subtracting m, which would have to be rounded: the
-# exponential is divided by a power of two near exp(m) instead. From here on x - m is exact (Sterbenz) wherever exp(x - m)
-# is not negligible.
+# exponential is divided by a power of two near exp(m) instead. From here on x - m is exact (Sterbenz) wherever
+# exp(x - m) is not negligible.
 EXP_DIRECT_32: Final = 256.0
 EXP_DIRECT_64: Final = 2048.0
 # Beyond these a full exp overflows to infinity.
@@ -68,11 +74,16 @@ EXP_CEIL_64: Final = 710.5
 # --- Logarithm (rule 6) ----------------------------------------------------------------------------------------------
 # ln 2 in two parts; the first has so few bits that k * LN2_HI is exact for every k that occurs.
 LN2_HI_32: Final = 0.693145751953125
-LN2_LO_32: Final = 1.4286068203094172e-06
+LN2_LO_32: Final = 1.428606765330187e-06
 LN2_HI_64: Final = 0.6931471803691238
 LN2_LO_64: Final = 1.9082149292705877e-10
 # log(1 + f) = f - (h - s * (h + R)), h = f^2 / 2, s = f / (2 + f), z = s^2, R = z * P(z)
-LOG_POLY_32: Final = (0.6666666592140149, 0.400002880379804, 0.28539762571911964, 0.23542191408421287)
+LOG_POLY_32: Final = (
+    0.6666666865348816,
+    0.4000028669834137,
+    0.28539761900901794,
+    0.23542191088199615,
+)
 LOG_POLY_64: Final = (
     0.6666666666666666,
     0.40000000000003283,
@@ -83,5 +94,8 @@ LOG_POLY_64: Final = (
     0.1325487852740637,
     0.13212422251129372,
 )
+# log1p reduces its argument only outside this interval; inside, f = x is exact.
+LOG1P_NEAR_32: Final = (-0.28999999165534973, 0.4099999964237213)
+LOG1P_NEAR_64: Final = (-0.29, 0.41)
 SQRT_HALF_BITS_32: Final = 0x3F3504F3  # bits of sqrt(1/2), the lower end of the reduced interval
 SQRT_HALF_BITS_64: Final = 0x3FE6A09E667F3BCD

@@ -1,5 +1,6 @@
 """How kernels and device functions are compiled: options, the cache on disk, and what has to be compiled yet."""
 
+import contextlib
 import functools
 import hashlib
 from collections.abc import Callable
@@ -45,8 +46,6 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     (`NUMBA_CACHE_DIR` overrides both). Without any writable folder the kernel is compiled in every process.
     """
     dispatcher = numba.njit(**_OPTIONS)(function)
-    try:
+    with contextlib.suppress(RuntimeError):  # Numba found no folder to write to
         dispatcher._cache = _KernelCache(function)
-    except RuntimeError:  # Numba found no folder to write to
-        pass
     return dispatcher

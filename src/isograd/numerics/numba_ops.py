@@ -207,7 +207,7 @@ def _magnitude_key(x):
 
 
 # --- the exponential (rule 6) ----------------------------------------------------------------------------------------
-_LOG2E_32, _LOG2E_64 = _F32(c.LOG2E), _F64(c.LOG2E)
+_LOG2E_32, _LOG2E_64 = _F32(c.LOG2E_32), _F64(c.LOG2E_64)
 _LN2_32, _REST_32 = _F32(c.LN2_32), _F32(c.LN2_REST_32)
 _LN2_64, _REST_64 = _F64(c.LN2_64), _F64(c.LN2_REST_64)
 _E0, _E1, _E2, _E3, _E4 = (_F32(v) for v in c.EXP_POLY_32)
@@ -254,7 +254,7 @@ def exp_parts_64(d):
 
 
 def exp(x: Any) -> Any:
-    """exp(x) for every x, at most 1.05 ulp off, with gradual underflow; a NaN stays one, made canonical by `narrow`."""
+    """The exponential, at most 1.05 ulp off, underflow gradual; a NaN stays one, made canonical by `narrow`."""
     raise NotImplementedError
 
 
@@ -383,9 +383,8 @@ _HALF_32, _HALF_64 = _F32(0.5), _F64(0.5)
 _TWO_32, _TWO_64 = _F32(2), _F64(2)
 _SUBNORMAL_SCALE_32, _SUBNORMAL_SCALE_64 = _F32(2.0**32), _F64(2.0**64)
 _TINY_32, _TINY_64 = _F32(2.0**-126), _F64(2.0**-1022)
-# log1p reduces its argument only outside this interval; inside, f = x is exact.
-_LOG1P_LOW_32, _LOG1P_HIGH_32 = _F32(-0.29), _F32(0.41)
-_LOG1P_LOW_64, _LOG1P_HIGH_64 = _F64(-0.29), _F64(0.41)
+_LOG1P_LOW_32, _LOG1P_HIGH_32 = (_F32(v) for v in c.LOG1P_NEAR_32)
+_LOG1P_LOW_64, _LOG1P_HIGH_64 = (_F64(v) for v in c.LOG1P_NEAR_64)
 
 
 @device_function
@@ -436,7 +435,7 @@ def split_64(x):
 
 
 def log(x: Any) -> Any:
-    """The natural logarithm, at most 1.05 ulp off; log(0) = -inf, NaN below 0."""
+    """The natural logarithm, at most 1.05 ulp off; -inf at 0, NaN below."""
     raise NotImplementedError
 
 
@@ -466,7 +465,7 @@ def _log(x):
 
 
 def log1p_pair(x: Any, low: Any) -> Any:
-    """log(1 + x + low) for finite x > -1 and low far below x, as an unevaluated pair."""
+    """The logarithm of 1 + x + low for finite x > -1 and low far below x, as an unevaluated pair."""
     raise NotImplementedError
 
 
@@ -494,7 +493,7 @@ def _log1p_pair(x, low):
 
 
 def log1p(x: Any) -> Any:
-    """log(1 + x), at most 1.05 ulp off; log1p(-1) = -inf, NaN below -1."""
+    """The logarithm of 1 + x, at most 1.05 ulp off; log1p(-1) = -inf, NaN below -1."""
     raise NotImplementedError
 
 
@@ -655,6 +654,10 @@ def wide_to_pair(hi, lo, k, like):
     """The 128-bit integer times 2**k as an unevaluated pair: rounded once, and what that left."""
     n, e = compress(hi, lo)
     head = to_float(n, like)
-    # What is left is far below 2**63, so arithmetic modulo 2**64 finds it.
-    rest = np.int64(np.uint64(lo) - (np.uint64(np.int64(head)) << np.uint64(e)))
-    return scale_pow2(head, k + e), scale_pow2(to_float(rest, like), k)
+    # head * 2**e as a 128-bit integer, taken away
+    back = np.int64(head)
+    high = back >> (np.int64(63) if e == 0 else np.int64(64) - e)
+    low = np.uint64(back) << np.uint64(e)
+    borrow = np.int64(1) if np.uint64(lo) < low else np.int64(0)
+    rest = wide_to_float(hi - high - borrow, np.uint64(np.uint64(lo) - low), k, like)
+    return scale_pow2(head, k + e), rest

@@ -27,6 +27,7 @@ class Format(NamedTuple):
     min_exponent: int
     bias: int
     magic: float
+    log2e: float
     ln2: float
     ln2_rest: float
     ln2_hi: float
@@ -37,6 +38,7 @@ class Format(NamedTuple):
     exp_direct: float
     exp_scale: int
     log_poly: tuple[float, ...]
+    log1p_near: tuple[float, float]
     sqrt_half_bits: int
     quantum_bits: int
 
@@ -50,6 +52,7 @@ FORMATS = {
         -126,
         127,
         c.MAGIC_32,
+        c.LOG2E_32,
         c.LN2_32,
         c.LN2_REST_32,
         c.LN2_HI_32,
@@ -60,6 +63,7 @@ FORMATS = {
         c.EXP_DIRECT_32,
         c.EXP_SCALE_32,
         c.LOG_POLY_32,
+        c.LOG1P_NEAR_32,
         c.SQRT_HALF_BITS_32,
         c.QUANTUM_BITS,
     ),
@@ -71,6 +75,7 @@ FORMATS = {
         -1022,
         1023,
         c.MAGIC_64,
+        c.LOG2E_64,
         c.LN2_64,
         c.LN2_REST_64,
         c.LN2_HI_64,
@@ -81,6 +86,7 @@ FORMATS = {
         c.EXP_DIRECT_64,
         c.EXP_SCALE_64,
         c.LOG_POLY_64,
+        c.LOG1P_NEAR_64,
         c.SQRT_HALF_BITS_64,
         c.QUANTUM_BITS + c.LIMB_SHIFT_64,
     ),
@@ -93,6 +99,7 @@ def work_dtype(dtype: Any) -> Any:
 
 
 def widen(x: Floats) -> Floats:
+    """Convert to the work type, which is exact."""
     return x.astype(work_dtype(x.dtype))
 
 
@@ -114,6 +121,7 @@ def _to_odd(s: Floats, error: Floats) -> Floats:
 
 
 def two_sum(a: Floats, b: Floats) -> tuple[Floats, Floats]:
+    """The rounded sum and its exact error."""
     with np.errstate(invalid="ignore", over="ignore"):
         s = a + b
         t = s - a
@@ -183,7 +191,7 @@ def _exp_parts(d: Floats) -> tuple[Floats, Floats, Floats]:
     """exp(d) = (s + t) * 2**k."""
     form = FORMATS[d.dtype]
     of = form.dtype
-    k = fma(d, of(c.LOG2E), of(form.magic)) - of(form.magic)
+    k = fma(d, of(form.log2e), of(form.magic)) - of(form.magic)
     r = fma(k, -of(form.ln2), d)
     w = k * -of(form.ln2_rest)
     g = r + w
@@ -194,7 +202,7 @@ def _exp_parts(d: Floats) -> tuple[Floats, Floats, Floats]:
 
 
 def exp(x: Floats) -> Floats:
-    """exp(x), at most 1.05 ulp off."""
+    """The exponential, at most 1.05 ulp off."""
     form = FORMATS[x.dtype]
     of = form.dtype
     with np.errstate(all="ignore"):
@@ -217,7 +225,7 @@ def exp_shift(m: Floats) -> tuple[Floats, Floats, Floats]:
     base = np.where(direct, of(0), m)
     floor = np.where(direct, m + of(form.exp_floor), of(form.exp_floor))
     with np.errstate(all="ignore"):
-        k = fma(np.where(direct, m, of(0)), of(c.LOG2E), of(form.magic)) - of(form.magic)
+        k = fma(np.where(direct, m, of(0)), of(form.log2e), of(form.magic)) - of(form.magic)
     return base, floor, k.astype(np.int64)
 
 
@@ -246,7 +254,7 @@ def exp_short(d: Floats) -> Floats:
     """2**30 * exp(d) for binary32 d <= 0: the exponential of 16-bit softmax results."""
     of = np.float32
     with np.errstate(all="ignore"):
-        t = d * of(c.LOG2E)
+        t = d * of(c.LOG2E_32)
         t = np.where(t > of(c.SHORT_MIN_EXPONENT), t, of(c.SHORT_MIN_EXPONENT))
         return _exp2_short(t, c.SHORT_QUANTUM_BITS)
 
@@ -256,7 +264,7 @@ def exp_short_any(x: Floats) -> Floats:
     of = np.float32
     low, high = (of(v) for v in c.SHORT_NORMAL)
     with np.errstate(all="ignore"):
-        t = x * of(c.LOG2E)
+        t = x * of(c.LOG2E_32)
         e = _exp2_short(np.clip(np.where(np.isnan(t), low, t), low, high), 0)
         e = np.where(t < low, of(0), e)
     return np.where(np.isnan(x), of(np.nan), e)
@@ -309,7 +317,8 @@ def log1p_pair(x: Floats, low: Floats) -> tuple[Floats, Floats]:
     with np.errstate(all="ignore"):
         u, error = two_sum(np.full_like(x, 1), x)
         f, k = _split(u)
-        near = (x > of(-0.29)) & (x < of(0.41))
+        low_end, high_end = FORMATS[x.dtype].log1p_near
+        near = (x > of(low_end)) & (x < of(high_end))
         rest = np.where(near, low, error + low) / u
         return _log_core(np.where(near, x, f), np.where(near, zero, k), rest)
 
@@ -321,8 +330,7 @@ def log1p(x: Floats) -> Floats:
         inside = (x > of(-1)) & (x < of(np.inf))
         y = log1p_pair(np.where(inside, x, of(0)), np.zeros_like(x))[0]
         y = np.where(x == 0, x, y)
-        y = np.where(inside, y, np.where(x == of(-1), -of(np.inf), np.where(x == of(np.inf), x, of(np.nan))))
-    return y
+        return np.where(inside, y, np.where(x == of(-1), -of(np.inf), np.where(x == of(np.inf), x, of(np.nan))))
 
 
 # --- exact integer sums (rules 4 and 5) ------------------------------------------------------------------------------

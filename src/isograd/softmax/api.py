@@ -1,12 +1,14 @@
 """What a user calls: softmax, log_softmax and their backwards."""
 
 import functools
+import operator
 import sys
 from typing import Any
 
 import numpy as np
 
-from isograd import arrays, registry
+from isograd import arrays, encoder, registry
+from isograd.errors import InvalidProblemError
 from isograd.numerics.storage import dtype_name
 from isograd.softmax.plans import SoftmaxBackwardDescriptor, SoftmaxBackwardPlan, SoftmaxDescriptor, SoftmaxPlan
 
@@ -22,30 +24,57 @@ def _backward_plan(kind: str, shape: tuple[int, ...], dtype: Any, axis: int, gen
     return SoftmaxBackwardPlan.select(SoftmaxBackwardDescriptor(kind, shape, name, axis))
 
 
+def _checked_axis(operation: str, axis: Any) -> int:
+    # Before the axis becomes the key of a cache, where 1.0 would find what 1 has left.
+    try:
+        return operator.index(axis)
+    except TypeError:
+        raise InvalidProblemError(f"{operation}: axis is {axis!r}; it takes integers only") from None
+
+
 def _forward(kind: str, x: Any, axis: int, out: Any) -> Any:
+    if type(axis) is not int:
+        axis = _checked_axis(kind, axis)
     if type(x) is np.ndarray:
         y = np.empty_like(x) if out is None else out
         _forward_plan(kind, x.shape, x.dtype, axis, registry.generation()).run(x=x, y=y)
-        return y
+        return encoder.result(kind, y) if encoder.recordings and out is None else y
+    if arrays.is_tensor(x):
+        from isograd.torch import functional
+
+        return functional.forward(kind, x, axis, None, out, ("x", "axis"))
     tape = sys.modules.get("isograd.tape")
     if tape is not None and isinstance(x, tape.Variable):
+        encoder.refuse(kind, "x is a tape variable")
         return getattr(tape, kind)(x, axis)
+    x = encoder.unwrapped(x)
     view, restore = arrays.to_numpy(x, kind, "x")
     arrays.describe(view, kind, "x")
+    if restore is not None:
+        encoder.refuse(kind, f"x is a {type(x).__name__}")
     result = _forward(kind, view.view(np.ndarray), axis, out)
     return result if restore is None or out is not None else restore(result)
 
 
 def _backward(kind: str, dy: Any, y: Any, axis: int, out: Any) -> Any:
+    if type(axis) is not int:
+        axis = _checked_axis(f"{kind}_backward", axis)
     if type(dy) is np.ndarray and type(y) is np.ndarray:
         dx = np.empty_like(dy) if out is None else out
         _backward_plan(kind, dy.shape, dy.dtype, axis, registry.generation()).run(dy=dy, y=y, dx=dx)
-        return dx
+        return encoder.result(f"{kind}_backward", dx) if encoder.recordings and out is None else dx
     name = f"{kind}_backward"
+    if arrays.is_tensor(dy) or arrays.is_tensor(y):
+        from isograd.torch import functional
+
+        return functional.backward(kind, dy, y, axis, out, "axis")
+    dy, y = encoder.unwrapped(dy), encoder.unwrapped(y)
     dy_view, restore = arrays.to_numpy(dy, name, "dy")
     y_view, _ = arrays.to_numpy(y, name, "y")
     arrays.describe(dy_view, name, "dy")
     arrays.describe(y_view, name, "y")
+    if restore is not None:
+        encoder.refuse(name, f"dy is a {type(dy).__name__}")
     result = _backward(kind, dy_view.view(np.ndarray), y_view.view(np.ndarray), axis, out)
     return result if restore is None or out is not None else restore(result)
 
@@ -53,11 +82,11 @@ def _backward(kind: str, dy: Any, y: Any, axis: int, out: Any) -> Any:
 def softmax(x: Any, axis: int = -1, *, out: Any = None) -> Any:
     """Softmax along an axis: `y_j = exp(x_j - m) / Σ_i exp(x_i - m)` with `m = max_i x_i`.
 
-    x: float16, bfloat16, float32 or float64, rank 1 to 8, any strides: a NumPy array, an array with DLPack, or a tape
-    variable; the result is of the same kind. out: an array of x's shape and dtype for the result, any strides; x
-    itself is accepted.
+    x: float16, bfloat16, float32 or float64, rank 1 to 8, any strides: a NumPy array, a torch tensor on the CPU or a
+    GPU (differentiable, see `isograd.torch`), an array with DLPack, or a tape variable; the result is of the same kind.
+    out: an array of x's shape and dtype for the result, any strides; x itself is accepted.
 
-    Within 2 ulp in float32 and float64, correctly rounded but for 2**-16 relative in 16 bits, and the same bits
+    Within 2 ulp in float32 and float64, in 16 bits correctly rounded but for 2**-15 of the value, and the same bits
     everywhere (`docs/arithmetic.md`, rule 7). A row with NaN or +inf, or of -inf alone, gives NaN.
 
     Raises InvalidProblemError for a wrong axis or rank, or an output that does not fit or overlaps x in part, and

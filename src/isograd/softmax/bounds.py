@@ -1,8 +1,8 @@
 """The error bounds that plans of the softmax family promise, as formulas that can be evaluated.
 
-Notation: u is half an ulp of 1 in the work type (2**-24, or 2**-53 for float64), q the quantum of a sum, n the length of
-the axis, η half of the work type's smallest subnormal. Where a result or an intermediate term overflows, the bound is
-infinite.
+Notation: u is half an ulp of 1 in the work type (2**-24, or 2**-53 for float64), q the quantum of a sum, n the length
+of the axis, η half of the smallest subnormal of the work type. Where a result or an intermediate term overflows, the
+bound is infinite.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """The softmax family on the CPU, one row of the reduced axis after the other.
 
-A row is worked on in blocks that stay in the first-level cache and costs two or three passes over memory; the later ones
-find it in the cache. `numba_lanes.py` has the same operations for a reduction over a non-last axis.
+A row is worked on in blocks that stay in the first-level cache and costs two or three passes over memory; the later
+ones find it in the cache. `numba_lanes.py` has the same operations for a reduction over a non-last axis.
 """
 
 import numpy as np

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from isograd import arrays, parallel
+from isograd.fenv import default_environment
 from isograd.layout import plan_walk
 from isograd.numerics.storage import address, kernel_type
 from isograd.plan import DTYPES, Descriptor, Kernel, KernelSku, Plan, PrecisionGuarantee
@@ -99,8 +100,9 @@ def _arguments(
     operation: str, dtype: Any, shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...], axis: int
 ) -> tuple[Any, int, int, tuple[Any, ...], tuple[Any, ...]]:
     """The compiled function, its range, the elements a step, and the arguments before and after the addresses."""
-    from isograd.numerics.numba_memory import LANES
-    from isograd.softmax import numba_kernels, numba_lanes
+    with default_environment():  # constants are rounded when a module is loaded
+        from isograd.numerics.numba_memory import LANES
+        from isograd.softmax import numba_kernels, numba_lanes
 
     like = kernel_type(dtype)
     walk = plan_walk(shape, strides, axis)

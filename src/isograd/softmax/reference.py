@@ -110,10 +110,10 @@ def _log_softmax_rows(rows: Floats) -> Floats:
         for row, terms in enumerate(exponentials.terms):
             # The largest term leaves the sum as an integer: a float logarithm of the rounded sum would lose every
             # small term when one dominates.
-            top = int(np.argmax(x[row]))
-            rest, rest_low = _pair(sum(terms) - terms[top], -exponentials.bits, form)
+            largest = int(np.argmax(x[row]))
+            rest, rest_low = _pair(sum(terms) - terms[largest], -exponentials.bits, form)
             down = form.dtype(2.0**-exponentials.scale)
-            e, error = exponentials.e[row, top] * down, exponentials.error[row, top] * down
+            e, error = exponentials.e[row, largest] * down, exponentials.error[row, largest] * down
             t[row] = rest / e
             t_low[row] = ((ref.fma(-t[row], e, rest) + rest_low) - t[row] * error) / e
         high, low = ref.log1p_pair(t, t_low)
@@ -143,18 +143,22 @@ def _log_softmax_backward_rows(dy_rows: Floats, y_rows: Floats) -> Floats:
 
 
 def softmax(x: Floats, axis: int = -1) -> Floats:
+    """The bits of softmax."""
     return _over_rows(_softmax_rows, axis, x)
 
 
 def log_softmax(x: Floats, axis: int = -1) -> Floats:
+    """The bits of log_softmax."""
     return _over_rows(_log_softmax_rows, axis, x)
 
 
 def softmax_backward(dy: Floats, y: Floats, axis: int = -1) -> Floats:
+    """The bits of the gradient of softmax."""
     return _over_rows(_softmax_backward_rows, axis, dy, y)
 
 
 def log_softmax_backward(dy: Floats, y: Floats, axis: int = -1) -> Floats:
+    """The bits of the gradient of log_softmax."""
     return _over_rows(_log_softmax_backward_rows, axis, dy, y)
 
 
@@ -164,6 +168,7 @@ _WIDE = np.longdouble
 
 
 def oracle_softmax(x: Floats, axis: int = -1) -> Floats:
+    """The exact softmax, but for the rounding of the wide type."""
     with np.errstate(all="ignore"):
         wide = x.astype(_WIDE)
         e = np.exp(wide - wide.max(axis=axis, keepdims=True))
@@ -171,6 +176,7 @@ def oracle_softmax(x: Floats, axis: int = -1) -> Floats:
 
 
 def oracle_log_softmax(x: Floats, axis: int = -1) -> Floats:
+    """The exact log_softmax, but for the rounding of the wide type."""
     with np.errstate(all="ignore"):
         wide = x.astype(_WIDE)
         d = wide - wide.max(axis=axis, keepdims=True)
@@ -181,12 +187,14 @@ def oracle_log_softmax(x: Floats, axis: int = -1) -> Floats:
 
 
 def oracle_softmax_backward(dy: Floats, y: Floats, axis: int = -1) -> Floats:
+    """The exact gradient of softmax, but for the rounding of the wide type."""
     with np.errstate(all="ignore"):
         a, b = y.astype(_WIDE), dy.astype(_WIDE)
         return np.asarray(a * (b - (a * b).sum(axis=axis, keepdims=True)))
 
 
 def oracle_log_softmax_backward(dy: Floats, y: Floats, axis: int = -1) -> Floats:
+    """The exact gradient of log_softmax, but for the rounding of the wide type."""
     with np.errstate(all="ignore"):
         a, b = y.astype(_WIDE), dy.astype(_WIDE)
         return np.asarray(b - np.exp(a) * b.sum(axis=axis, keepdims=True))
