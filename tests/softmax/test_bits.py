@@ -420,3 +420,14 @@ def test_subclasses_of_ndarray_are_computed_as_arrays(tmp_path):
     assert raw(ig.softmax(mapped)) == raw(ig.softmax(x))
     ig.softmax(mapped, out=out)
     assert raw(np.asarray(out)) == raw(ig.softmax(x))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 100, 5000])
+def test_equal_elements_share_exactly(dtype, n):
+    # A rounding error that the elements have and the sum has not would show: 0.99999994 for a single element.
+    values = 100 * np.random.default_rng(n).standard_normal(40)
+    for value in values:
+        for layout in (np.full(n, value, dtype), np.full((n, 3), value, dtype)[:, 1]):
+            assert (ig.softmax(layout) == dtype(1) / dtype(n)).all(), value
+        assert (ig.softmax(np.full((2, n, 4), value, dtype), axis=1) == dtype(1) / dtype(n)).all(), value

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from isograd.numerics.reference import BFLOAT16
+
 Array = NDArray[Any]
 
 
@@ -27,6 +29,50 @@ class Device:
     receive: Callable[[Any], Array]
 
 
+def _strides(array: Array) -> tuple[int, ...]:
+    return tuple(stride // array.itemsize for stride in array.strides)
+
+
+def _cuda_available() -> bool:
+    from isograd.softmax.cuda import unavailable
+
+    return unavailable() is None
+
+
+def _to_cuda(array: Array) -> Any:
+    import torch
+
+    # Expanded axes stay expanded; torch has no negative strides, so such an array is copied.
+    stored = array[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in array.strides)]
+    if min(_strides(stored), default=0) < 0:
+        stored = np.ascontiguousarray(stored)
+    host = np.ascontiguousarray(stored)
+    if host.dtype == BFLOAT16:
+        tensor = torch.from_numpy(host.view(np.int16)).view(torch.bfloat16)
+    else:
+        tensor = torch.from_numpy(host)
+    sent = torch.empty_strided(stored.shape, _strides(stored), dtype=tensor.dtype, device="cuda")
+    return sent.copy_(tensor).expand(array.shape)
+
+
+def _empty_on_cuda(array: Array) -> Any:
+    import torch
+
+    like = np.empty_like(array)
+    dtype = getattr(torch, like.dtype.name)
+    return torch.empty_strided(like.shape, _strides(like), dtype=dtype, device="cuda")
+
+
+def _from_cuda(tensor: Any) -> Array:
+    import torch
+
+    host = tensor.cpu()
+    if host.dtype == torch.bfloat16:
+        return np.asarray(host.view(torch.int16).numpy().view(BFLOAT16))
+    return np.asarray(host.numpy())
+
+
 DEVICES: dict[str, Device] = {
     "cpu": Device(available=lambda: True, send=lambda a: a, empty=np.empty_like, receive=lambda a: a),
+    "cuda": Device(available=_cuda_available, send=_to_cuda, empty=_empty_on_cuda, receive=_from_cuda),
 }

@@ -65,6 +65,9 @@ def kernels(
         style="dim",
         soft_wrap=True,
     )
+    absent = {f"{entry.kernel.name} on {entry.device}": why for entry in entries if (why := reason(entry)) is not None}
+    for kernel, why in absent.items():
+        console.print(f"Not on this machine: {kernel}, since {why}.", soft_wrap=True)
     bounds = Table(title="Error bounds (absolute, for every element)", title_justify="left")
     for name in ("Operation, kernel, types", "Bound"):
         bounds.add_column(name)
@@ -83,6 +86,15 @@ def kernels(
 def _position(operation: str, dtype: str) -> tuple[int, str, int]:
     known = list(SUITES)
     return (known.index(operation) if operation in known else len(known), operation, DTYPES.index(dtype))
+
+
+def reason(entry: registry.Entry) -> str | None:
+    """Why a registered kernel cannot serve an ordinary problem here; None if it can or the command cannot ask."""
+    suite = SUITES.get(entry.operation)
+    if suite is None:
+        return None
+    answer: str | None = entry.kernel.reject(suite.descriptor(_SHAPE, entry.dtype, -1).validated())
+    return answer
 
 
 def sku(entry: registry.Entry) -> KernelSku | None:
@@ -106,6 +118,8 @@ def as_dict(entry: registry.Entry, identity: KernelSku | None) -> dict[str, Any]
         "backend": entry.kernel.backend,
         "priority": entry.priority,
     }
+    if (why := reason(entry)) is not None:
+        row["unavailable"] = why
     if identity is not None:
         guarantee = identity.precision_guarantee
         values = {f.name: getattr(guarantee, f.name) for f in dataclasses.fields(guarantee)}

@@ -45,6 +45,7 @@ from isograd.numerics.numba_sum import (
 )
 from isograd.softmax.numba_steps import (
     exponential_part,
+    largest_quotient,
     limb_shift,
     log_probability,
     log_sum,
@@ -86,7 +87,7 @@ def _fill_nan(y, offset, stride, n, block, like):
 
 @device_function
 def _exponential_sum(
-    x, xo, x_ahead, x_stride, y, yo, y_stride, n, block, kept, keep, base, floor, bias, like
+    x, xo, x_ahead, x_stride, y, yo, y_stride, n, block, kept, keep, m, base, floor, bias, like
 ):  # fmt: skip
     """Sum a row's exponentials. They stay in the block, or in `kept` when the row is longer and `keep` is set.
 
@@ -102,7 +103,7 @@ def _exponential_sum(
             stop = min(start + PARTIAL, count)
             prefetch_read(x, x_ahead + (j + start) * x_stride, x_stride, stop - start)
             prefetch_write(y, yo + (j + start) * y_stride, y_stride, stop - start)
-            high, low = exponential_part(block, start, stop, base, floor, bias, scale, like)
+            high, low = exponential_part(block, start, stop, m, base, floor, bias, scale, like)
             hi, lo = add_limbs(hi, lo, high, low, limb_shift(like))
         if keep and n > BLOCK:
             store_block(kept, j, 1, count, block)
@@ -126,9 +127,10 @@ def softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n, x_s
             continue
         base, floor, bias = row_shift(m, like)
         hi, lo = _exponential_sum(
-            x, xo, x_ahead, x_stride, y, yo, y_stride, n, block, kept, True, base, floor, bias, like
+            x, xo, x_ahead, x_stride, y, yo, y_stride, n, block, kept, True, m, base, floor, bias, like
         )  # fmt: skip
         r, r_low = reciprocal(hi, lo, n, like)
+        largest = largest_quotient(r, r_low, m, base, floor, bias, like)
         for j in range(0, n, BLOCK):
             count = min(n - j, BLOCK)
             if n > BLOCK:
@@ -136,10 +138,10 @@ def softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n, x_s
             offset = yo + j * y_stride
             if y_stride == 1:
                 for i in range(count):
-                    store(y, offset + i, narrow(quotient(load(block, i), r, r_low, like), like))
+                    store(y, offset + i, narrow(quotient(load(block, i), r, r_low, largest, like), like))
             else:
                 for i in range(count):
-                    store(y, offset + i * y_stride, narrow(quotient(load(block, i), r, r_low, like), like))
+                    store(y, offset + i * y_stride, narrow(quotient(load(block, i), r, r_low, largest, like), like))
 
 
 @kernel
@@ -155,7 +157,7 @@ def log_softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n,
             continue
         base, floor, bias = row_shift(m, like)
         hi, lo = _exponential_sum(
-            x, xo, x_ahead, x_stride, y, yo, y_stride, n, block, y, False, base, floor, bias, like
+            x, xo, x_ahead, x_stride, y, yo, y_stride, n, block, y, False, m, base, floor, bias, like
         )  # fmt: skip
         top, middle, rest = log_sum(hi, lo, n, m, base, floor, bias, like)
         for j in range(0, n, BLOCK):

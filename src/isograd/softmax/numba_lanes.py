@@ -36,11 +36,13 @@ from isograd.softmax.numba_steps import (
     exponential,
     exponential_term,
     is_short,
+    largest_quotient,
     limb_shift,
     log_probability,
     log_sum,
     low_term_bias,
     lowest_key,
+    mark,
     probability,
     quotient,
     reciprocal,
@@ -105,7 +107,7 @@ def _lane_maximum(x, offset, stride, n, count, block, key, m, base, floor, bias,
 
 @device_function
 def _lane_exponential_sums(
-    x, offset, stride, n, count, block, base, floor, bias, high, low, hi, lo, y, y_offset, y_stride, keep, like
+    x, offset, stride, n, count, block, m, base, floor, bias, high, low, hi, lo, y, y_offset, y_stride, keep, like
 ):
     """Sum the exponentials of every lane; with `keep` they stay in y."""
     scale = term_scale(n, like)
@@ -113,8 +115,9 @@ def _lane_exponential_sums(
     for j in range(n):
         load_block(x, offset + j * stride, 1, count, block)
         for i in range(count):
-            e, error = exponential(load(block, i), load(base, i), load(floor, i), load(bias, i), like)
-            store(block, i, e)
+            x_i = load(block, i)
+            e, error = exponential(x_i, load(base, i), load(floor, i), load(bias, i), like)
+            store(block, i, mark(e, x_i, load(m, i), like))
             h, v = exponential_term(e, error, scale, like)
             store(high, i, h + load(high, i))
             store(low, i, v + load(low, i))
@@ -129,7 +132,8 @@ def _lane_exponential_sums(
 def softmax_lanes(like, x_address, y_address, shape, x_strides, y_strides, lanes, n, x_stride, y_stride, start, stop):
     x, y = pointer(x_address, like), pointer(y_address, like)
     zero, integer = work_zero(like), lowest_key(like)
-    block, m, r, r_low = stack_lanes(zero), stack_lanes(zero), stack_lanes(zero), stack_lanes(zero)
+    block, m, largest = stack_lanes(zero), stack_lanes(zero), stack_lanes(zero)
+    r, r_low = stack_lanes(zero), stack_lanes(zero)
     base, floor, bias = stack_lanes(zero), stack_lanes(zero), stack_lanes(integer)
     key, high, low = stack_lanes(integer), stack_lanes(integer), stack_lanes(integer)
     hi, lo = stack_lanes(np.int64(0)), stack_lanes(np.uint64(0))
@@ -140,13 +144,15 @@ def softmax_lanes(like, x_address, y_address, shape, x_strides, y_strides, lanes
         _clear_lanes(high, low, hi, lo, integer ^ integer, count)
         keep = not is_short(like)
         _lane_exponential_sums(
-            x, xo, x_stride, n, count, block, base, floor, bias, high, low, hi, lo, y, yo, y_stride, keep, like
+            x, xo, x_stride, n, count, block, m, base, floor, bias, high, low, hi, lo, y, yo, y_stride, keep, like
         )
         for i in range(count):
             first, second = reciprocal(load(hi, i), load(lo, i), n, like)
             valid = is_finite(load(m, i))
             store(r, i, first if valid else work_nan(like))
             store(r_low, i, second)
+            third = largest_quotient(first, second, load(m, i), load(base, i), load(floor, i), load(bias, i), like)
+            store(largest, i, third if valid else work_nan(like))
         for j in range(n):
             if is_short(like):
                 load_block(x, xo + j * x_stride, 1, count, block)
@@ -155,7 +161,7 @@ def softmax_lanes(like, x_address, y_address, shape, x_strides, y_strides, lanes
             else:
                 load_block(y, yo + j * y_stride, 1, count, block)
             for i in range(count):
-                store(block, i, quotient(load(block, i), load(r, i), load(r_low, i), like))
+                store(block, i, quotient(load(block, i), load(r, i), load(r_low, i), load(largest, i), like))
             store_block(y, yo + j * y_stride, 1, count, block)
 
 
@@ -176,7 +182,7 @@ def log_softmax_lanes(
         _lane_maximum(x, xo, x_stride, n, count, block, key, m, base, floor, bias, like)
         _clear_lanes(high, low, hi, lo, integer ^ integer, count)
         _lane_exponential_sums(
-            x, xo, x_stride, n, count, block, base, floor, bias, high, low, hi, lo, y, yo, y_stride, False, like
+            x, xo, x_stride, n, count, block, m, base, floor, bias, high, low, hi, lo, y, yo, y_stride, False, like
         )
         for i in range(count):
             first, second, third = log_sum(

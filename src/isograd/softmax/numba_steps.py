@@ -186,17 +186,47 @@ def _reciprocal(hi, lo, n, like):
     return full_64
 
 
-def quotient(e: Any, r: Any, r_low: Any, like: Any) -> Any:
+def mark(e: Any, x: Any, m: Any, like: Any) -> Any:
+    """The exponential of an element, negative where it is one of the row's largest: `quotient` knows those by it."""
+    raise NotImplementedError
+
+
+@overload(mark, jit_options=_FORCE)
+def _mark(e, x, m, like):
+    if like in _SHORT:
+        return lambda e, x, m, like: e
+    return lambda e, x, m, like: -e if x == m else e
+
+
+def largest_quotient(r: Any, r_low: Any, m: Any, base: Any, floor: Any, bias: Any, like: Any) -> Any:
+    """The quotient of a row's largest elements, which carry their rounding error: equal ones give exactly 1 / n."""
+    raise NotImplementedError
+
+
+@overload(largest_quotient, jit_options=_FORCE)
+def _largest_quotient(r, r_low, m, base, floor, bias, like):
+    if like in _SHORT:
+        return lambda r, r_low, m, base, floor, bias, like: r
+
+    def full(r, r_low, m, base, floor, bias, like):
+        e, error = exponential(m, base, floor, bias, like)
+        return fma(e, r, fma(error, r, e * r_low))
+
+    return full
+
+
+def quotient(e: Any, r: Any, r_low: Any, largest: Any, like: Any) -> Any:
+    """A marked exponential divided by the sum."""
     raise NotImplementedError
 
 
 @overload(quotient, jit_options=_FORCE)
-def _quotient(e, r, r_low, like):
+def _quotient(e, r, r_low, largest, like):
     if like in _SHORT:
-        return lambda e, r, r_low, like: e * r
+        return lambda e, r, r_low, largest, like: e * r
     if like == types.float32:
-        return lambda e, r, r_low, like: fma(e, r, e * r_low)
-    return lambda e, r, r_low, like: fma(e, r, e * r_low) * _DOWN_64
+        return lambda e, r, r_low, largest, like: largest if e < 0 else fma(e, r, e * r_low)
+    return lambda e, r, r_low, largest, like: (largest if e < 0 else fma(e, r, e * r_low)) * _DOWN_64
 
 
 def log_probability(x: Any, m: Any, top: Any, middle: Any, low: Any, like: Any) -> Any:
@@ -282,14 +312,15 @@ def exponential_part(block: Any, start: Any, stop: Any, base: Any, floor: Any, b
 
 
 @overload(exponential_part, jit_options=_FORCE)
-def _exponential_part(block, start, stop, base, floor, bias, scale, like):
+def _exponential_part(block, start, stop, m, base, floor, bias, scale, like):
     integer = np.int64 if like == types.float64 else np.int32
 
-    def implementation(block, start, stop, base, floor, bias, scale, like):
+    def implementation(block, start, stop, m, base, floor, bias, scale, like):
         high, low = integer(0), integer(0)
         for i in range(start, stop):
-            e, error = exponential(load(block, i), base, floor, bias, like)
-            store(block, i, e)
+            x = load(block, i)
+            e, error = exponential(x, base, floor, bias, like)
+            store(block, i, mark(e, x, m, like))
             h, v = exponential_term(e, error, scale, like)
             high = integer(high + h)
             low = integer(low + v)

@@ -89,10 +89,15 @@ def _softmax_rows(rows: Floats) -> Floats:
                 continue
             r_low = ref.fma(-r, rest, ref.fma(-r, s, form.dtype(1))) * r
             if form.bits == 32:
-                y[row] = ref.fma(e, r * down, e * (r_low * down))
-            else:
+                r, r_low = r * down, r_low * down
+            y[row] = ref.fma(e, r, e * r_low)
+            # The largest elements carry their rounding error as well: equal elements give 1 / n, one alone gives 1.
+            largest = x[row] == m[row]
+            low = ref.fma(exponentials.error[row], r, e * r_low)
+            y[row, largest] = ref.fma(e, r, low)[largest]
+            if form.bits == 64:
                 # Two roundings for a subnormal result, but no scaled reciprocal that could underflow.
-                y[row] = ref.fma(e, r, e * r_low) * down
+                y[row] *= down
         y = np.where(valid, y, form.dtype(np.nan))
     return ref.narrow(y, rows.dtype)
 

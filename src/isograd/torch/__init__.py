@@ -1,0 +1,33 @@
+"""isograd for PyTorch: torch's spelling, autograd, `torch.library` operators, modules, and a switch for whole models.
+
+    import isograd.torch as igt
+
+    y = igt.softmax(x, dim=-1)                # also double backward, torch.func, torch.compile, autocast
+    with igt.use() as switch:                 # torch.softmax and its relatives run on isograd's kernels in the block
+        loss = model(batch)
+    print(switch.report())                    # what was replaced and what was not, and why
+
+First derivatives have the library's bits; second derivatives are written with torch's own sums, so their bits are
+torch's business and may differ between machines.
+"""
+
+try:
+    import torch.library as _torch_library  # noqa: F401
+except ImportError as error:
+    raise ImportError("isograd.torch needs PyTorch, which is not installed: pip install 'isograd[torch]'") from error
+
+from isograd.torch.functional import log_softmax, log_softmax_backward, softmax, softmax_backward
+from isograd.torch.modules import LogSoftmax, Softmax
+from isograd.torch.switch import Report, Switch, use
+
+__all__ = [
+    "LogSoftmax",
+    "Report",
+    "Softmax",
+    "Switch",
+    "log_softmax",
+    "log_softmax_backward",
+    "softmax",
+    "softmax_backward",
+    "use",
+]

@@ -1,0 +1,201 @@
+"""Recording on the CPU with NumPy arrays: order, submission, replay, and what is refused."""
+
+import threading
+
+import numpy as np
+import pytest
+
+import isograd as ig
+from isograd import DeviceMismatchError, InvalidProblemError, RecordingError, UnsupportedError
+
+
+def data(seed=0, shape=(4, 6)):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def test_nothing_runs_before_the_block_ends():
+    x, dy = data(), data(1)
+    y, dx = np.full_like(x, 7), np.full_like(x, 7)
+    with ig.Encoder() as encoder:
+        assert ig.softmax(x, out=y) is y
+        ig.softmax_backward(dy, y, out=dx)
+        assert np.all(y == 7)
+        assert len(encoder) == 2
+        assert encoder.state == "open"
+    assert encoder.state == "submitted"
+    assert np.array_equal(y, ig.softmax(x))
+    assert np.array_equal(dx, ig.softmax_backward(dy, y))
+
+
+def test_replay_reads_the_arguments_again():
+    x, dy = data(), data(1)
+    y, dx = np.empty_like(x), np.empty_like(x)
+    plan = ig.SoftmaxPlan.select(ig.SoftmaxDescriptor("log_softmax", x.shape, "float32", 0))
+    with ig.Encoder("cpu") as encoder:
+        plan.run(x=x, y=y)
+        ig.log_softmax_backward(dy, y, axis=0, out=dx)
+    x[:] = data(2)
+    for _ in range(2):
+        encoder.replay()
+        assert np.array_equal(y, ig.log_softmax(x, axis=0))
+        assert np.array_equal(dx, ig.log_softmax_backward(dy, y, axis=0))
+
+
+def test_results_without_out_are_promises():
+    x, dy = data(), data(1)
+    with ig.Encoder() as encoder:
+        y = ig.softmax(x)
+        dx = ig.softmax_backward(dy, y)
+        assert "result of a recording" in repr(y)
+        for use in (
+            lambda: y + 1,
+            lambda: 1 + y,
+            lambda: y[0],
+            lambda: np.sum(y),
+            lambda: np.exp(y),
+            lambda: np.asarray(y),
+            lambda: np.stack([y, y]),
+            lambda: y.sum(),
+            lambda: y.shape,
+            lambda: len(y),
+            lambda: list(y),
+            lambda: y @ x.T,
+            lambda: y == 1,
+            lambda: y.result(),
+            lambda: np.add(x, 1, out=y),
+        ):
+            with pytest.raises(RecordingError, match="softmax: the result was recorded but has not been computed"):
+                use()
+    expected = ig.softmax(x)
+    assert np.array_equal(y, expected)
+    assert y.result() is y.result()
+    assert np.array_equal(y.result(), expected)
+    assert np.array_equal(y + 1, expected + 1)
+    assert np.array_equal(np.stack([y, y])[0], expected)
+    assert y.shape == (4, 6)
+    assert float(y[0, 0]) == expected[0, 0]
+    assert np.array_equal(ig.softmax_backward(dy, y), dx.result())
+    encoder.replay()
+
+
+def test_an_exception_discards_the_recording():
+    x = data()
+    y = np.full_like(x, 7)
+    encoder = ig.Encoder()
+    promised = []
+
+    def body():
+        with encoder:
+            promised.append(ig.softmax(x))
+            ig.softmax(x, out=y)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        body()
+    assert np.all(y == 7)
+    assert encoder.state == "discarded"
+    with pytest.raises(RecordingError, match="discarded"):
+        encoder.replay()
+    with pytest.raises(RecordingError, match="discarded"):
+        promised[0].result()
+    assert np.array_equal(ig.softmax(x, out=y), y)  # nothing is recorded any more
+
+
+@pytest.mark.parametrize("error", ["shape", "axis", "dtype"])
+def test_arguments_are_checked_when_they_are_recorded(error):
+    x = data()
+    bad = {
+        "shape": lambda: ig.softmax(x, out=np.empty((4, 5), np.float32)),
+        "axis": lambda: ig.softmax(x, axis=3),
+        "dtype": lambda: ig.softmax(x, out=np.empty((4, 6))),
+    }[error]
+    encoder = ig.Encoder()
+    with pytest.raises(ValueError, match="softmax: "), encoder:
+        bad()
+    assert encoder.state == "discarded"
+
+
+def test_results_in_place_are_refused():
+    x, y = data(), np.empty((4, 6), np.float32)
+    cases = [
+        lambda: ig.softmax(x, out=x),
+        lambda: ig.softmax_backward(x, y, out=y),
+        lambda: (ig.softmax(x, out=y), ig.softmax(data(), out=x)),  # what was read must not change
+        lambda: (ig.softmax(x[:2], out=y[:2]), ig.softmax(data(shape=(1, 6)), out=x[1:2])),
+        lambda: (ig.softmax(x, out=y), ig.softmax(y, out=x)),
+        lambda: (ig.softmax(x, out=y), ig.softmax(y, out=y)),
+    ]
+    for case in cases:
+        before = x.copy()
+        with pytest.raises(InvalidProblemError, match="which the recording reads"), ig.Encoder():
+            case()
+        assert np.array_equal(x, before)
+    with ig.Encoder() as encoder:  # a result may be written twice
+        ig.softmax(x, out=y)
+        ig.log_softmax(x, out=y)
+    encoder.replay()
+    assert np.array_equal(y, ig.log_softmax(x))
+
+
+def test_out_of_turn():
+    encoder = ig.Encoder()
+    with pytest.raises(RecordingError, match="the recording is new"):
+        encoder.replay()
+    with encoder:
+        with pytest.raises(RecordingError, match="recording already"), ig.Encoder():
+            pass
+        with pytest.raises(RecordingError, match="the recording is open"):
+            encoder.replay()
+        ig.softmax(data(), out=np.empty((4, 6), np.float32))
+    with pytest.raises(RecordingError, match="records once"), encoder:
+        pass
+    with ig.Encoder(), pytest.raises(RecordingError, match="cannot contain another"):
+        encoder.replay()
+    with ig.Encoder() as empty:
+        pass
+    empty.replay()
+    for device in ("gpu", "cuda:x", "cpu:0", None):
+        with pytest.raises(InvalidProblemError, match="Encoder: device is"):
+            ig.Encoder(device)
+
+
+def test_an_argument_that_was_freed():
+    x, y = data(), np.empty((4, 6), np.float32)
+    with ig.Encoder() as encoder:
+        ig.softmax(x, out=y)
+    x.resize((0,), refcheck=False)
+    with pytest.raises(RecordingError, match="softmax: the memory of x was released or moved"):
+        encoder.replay()
+
+
+def test_devices_streams_and_kinds_of_arrays():
+    x, y = data(), np.empty((4, 6), np.float32)
+    plan = ig.SoftmaxPlan.select(ig.SoftmaxDescriptor("softmax", x.shape, "float32", -1))
+    with pytest.raises(DeviceMismatchError, match="the plan is for cpu; the encoder for cuda"), ig.Encoder("cuda"):
+        plan.run(x=x, y=y)
+    with pytest.raises(InvalidProblemError, match="stream"), ig.Encoder():
+        plan.run(x=x, y=y, stream=object())
+    from isograd import tape
+
+    leaf = tape.Tape().leaf(x)
+    with pytest.raises(UnsupportedError, match="tape variable"), ig.Encoder():
+        ig.softmax(leaf)
+
+
+def test_a_recording_belongs_to_its_thread():
+    x = data()
+    results = []
+    with ig.Encoder() as encoder:
+        worker = threading.Thread(target=lambda: results.append(ig.softmax(x)))
+        worker.start()
+        worker.join()
+        assert len(encoder) == 0
+    assert np.array_equal(results[0], ig.softmax(x))
+
+
+def test_arguments_are_kept_alive():
+    y = np.empty((4, 6), np.float32)
+    with ig.Encoder() as encoder:
+        ig.softmax(data(), out=y)
+    encoder.replay()
+    assert np.array_equal(y, ig.softmax(data()))

@@ -1,0 +1,188 @@
+"""`isograd.torch.use()`: an unmodified model on isograd's kernels, and the list of what was replaced."""
+
+import threading
+
+import pytest
+
+pytest.importorskip("torch.library", reason="needs torch")
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+import isograd.torch as igt
+
+
+def test_every_spelling_is_replaced():
+    x = torch.randn(3, 4)
+    with igt.use() as switch:
+        results = [
+            torch.softmax(x, 1),
+            torch.softmax(x, dim=1, dtype=torch.float32),
+            torch.special.softmax(x, 1),
+            F.softmax(x, dim=1),
+            F.softmax(x, 1, 3, torch.float32),
+            x.softmax(1),
+            x.softmax(dim=-1),
+            torch.nn.Softmax(1)(x),
+            torch.nn.Softmax2d()(x.reshape(3, 4, 1, 1)).reshape(3, 4),
+            torch.softmax(x, 1, out=torch.empty(3, 4)),
+        ]
+        logs = [
+            torch.log_softmax(x, 1),
+            torch.special.log_softmax(x, 1),
+            F.log_softmax(x, dim=1),
+            x.log_softmax(1),
+            torch.nn.LogSoftmax(1)(x),
+        ]
+    assert all(torch.equal(y, igt.softmax(x, 1)) for y in results)
+    assert all(torch.equal(y, igt.log_softmax(x, 1)) for y in logs)
+    report = switch.report()
+    assert report.not_replaced == {}
+    assert report.replaced == {
+        "torch.softmax": 3,
+        "torch.special.softmax": 1,
+        "torch.nn.functional.softmax": 4,
+        "torch.Tensor.softmax": 2,
+        "torch.log_softmax": 1,
+        "torch.special.log_softmax": 1,
+        "torch.nn.functional.log_softmax": 2,
+        "torch.Tensor.log_softmax": 1,
+    }
+    assert "torch.Tensor.softmax" in str(report)
+    assert str(igt.use().report()) == "no softmax was called"
+
+
+def test_functions_that_call_softmax_are_replaced_inside():
+    x = torch.randn(3, 4)
+    attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    words = torch.randn(2, 5, 8)
+    adaptive = torch.nn.AdaptiveLogSoftmaxWithLoss(8, 10, [4])
+    with igt.use() as switch:
+        assert torch.equal(F.softmin(x, dim=1), igt.softmax(-x, 1))
+        assert F.gumbel_softmax(x, dim=-1).shape == x.shape
+        assert switch.report().replaced == {"torch.Tensor.softmax": 2}
+        _, weights = attention(words, words, words)
+        assert switch.report().replaced["torch.nn.functional.softmax"] == 1
+        adaptive(words.reshape(10, 8), torch.arange(10))
+    assert torch.allclose(weights.sum(-1), torch.ones(2, 5))
+    assert switch.report().replaced["torch.nn.functional.log_softmax"] == 2
+    assert not switch.report().not_replaced
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_cannot_be_served_is_left_to_torch_and_listed():
+    class Subclass(torch.Tensor):
+        pass
+
+    x = torch.randn(2, 3)
+    with igt.use() as switch:
+        assert torch.equal(torch.softmax(torch.arange(3), 0, dtype=torch.float32), igt.softmax(torch.arange(3.0), 0))
+        with pytest.raises(NotImplementedError):
+            torch.softmax(torch.arange(3), 0)
+        with pytest.raises(IndexError):  # torch's own error for a wrong dim
+            torch.softmax(x, 5)
+        with pytest.raises(NotImplementedError):
+            torch.softmax(x.to(torch.float8_e5m2), 0)
+        assert torch.softmax(torch.ones([1] * 9), 0).dim() == 9
+        assert isinstance(torch.softmax(x.as_subclass(Subclass), 0), Subclass)
+        torch.sparse.softmax(x.to_sparse(), 1)
+        F.cross_entropy(x, torch.zeros(2, dtype=torch.int64))
+        torch.nn.CrossEntropyLoss()(x, torch.zeros(2, dtype=torch.int64))
+        F.scaled_dot_product_attention(*torch.randn(3, 1, 1, 4, 8))
+        F.softmax(x)  # without a dim torch guesses one
+    report = switch.report()
+    assert report.replaced == {"torch.softmax": 1, "torch.nn.functional.softmax": 1}
+    assert report.not_replaced == {
+        "torch.softmax": 5,
+        "torch.sparse.softmax": 1,
+        "torch.nn.functional.cross_entropy": 2,
+        "torch.nn.functional.scaled_dot_product_attention": 1,
+    }
+    reasons = "\n".join(line.reason for line in report.lines if not line.replaced)
+    for part in ("dtype torch.int64", "dim is 5", "dtype torch.float8_e5m2", "rank 9", "Subclass", "fused operation"):
+        assert part in reasons
+    assert "left to torch: " in str(report)
+
+
+def test_the_switch_ends_with_its_block_and_belongs_to_its_thread():
+    x = torch.randn(2, 3)
+    switch = igt.use()
+    seen = []
+    with switch:
+        worker = threading.Thread(target=lambda: seen.append(torch.softmax(x, -1)))
+        worker.start()
+        worker.join()
+    torch.softmax(x, -1)
+    assert switch.report().lines == ()
+    with switch, switch:
+        torch.softmax(x, -1)
+    assert switch.report().replaced == {"torch.softmax": 1}
+    with pytest.raises(KeyError), switch:
+        raise KeyError
+    with switch:
+        torch.softmax(x, -1)
+    assert switch.report().replaced == {"torch.softmax": 2}
+
+
+def test_gradients_inside_the_switch():
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    with igt.use():
+        assert torch.autograd.gradcheck(lambda t: torch.softmax(t, 0), (x,))
+        per_row = torch.func.vmap(torch.func.grad(lambda t: t.softmax(0).square().sum()))(x.detach())
+        torch.func.jvp(lambda t: t.softmax(0), (x.detach(),), (x.detach(),))
+    expected = torch.func.vmap(torch.func.grad(lambda t: t.softmax(0).square().sum()))(x.detach())
+    torch.testing.assert_close(per_row, expected)
+
+
+class Block(torch.nn.Module):
+    """A transformer block as a user writes one: attention spelled out, pre-normalisation, a two-layer network."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norms = torch.nn.ModuleList([torch.nn.LayerNorm(width) for _ in range(2)])
+        self.project = torch.nn.Linear(width, 3 * width)
+        self.network = torch.nn.Sequential(
+            torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width)
+        )
+
+    def forward(self, x):
+        q, k, v = self.project(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attention = F.softmax(q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5, dim=-1)
+        x = x + (attention @ v).transpose(1, 2).flatten(2)
+        return x + self.network(self.norms[1](x))
+
+
+def train(steps=50):
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict(
+        {
+            "embed": torch.nn.Embedding(16, 32),
+            "layer": torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True),
+            "block": Block(32, 4),
+            "head": torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.LogSoftmax(-1)),
+        }
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    words = torch.randint(16, (8, 12), generator=torch.Generator().manual_seed(1))
+    losses = []
+    for _ in range(steps):
+        hidden = model["block"](model["layer"](model["embed"](words)))
+        loss = F.nll_loss(model["head"](hidden).flatten(0, 1), words.roll(-1, 1).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def test_an_unmodified_transformer_trains_as_with_torch():
+    theirs = train()
+    with igt.use() as switch:
+        ours = train()
+        again = train()
+    assert torch.equal(ours, again)
+    torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
+    assert ours[-1] < 0.7 * ours[0]
+    report = switch.report()
+    assert report.replaced == {"torch.nn.functional.softmax": 100, "torch.nn.functional.log_softmax": 100}
+    assert report.not_replaced == {"torch.nn.functional.scaled_dot_product_attention": 100}
