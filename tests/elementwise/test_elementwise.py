@@ -216,7 +216,7 @@ def test_errors():
     for name in UNARY:
         with pytest.raises(InvalidProblemError, match=rf"{name}: x is a list; expected a NumPy array"):
             getattr(api, name)([1.0])
-        with pytest.raises(UnsupportedError, match=rf"{name}: x has dtype int32; supported: float16"):
+        with pytest.raises(UnsupportedError, match=rf"{name}: x has dtype int32; accepted: float16"):
             getattr(api, name)(np.ones(3, np.int32))
         with pytest.raises(UnsupportedError, match=r">f4"):
             getattr(api, name)(np.ones(3, ">f4"))
