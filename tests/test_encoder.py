@@ -199,3 +199,17 @@ def test_arguments_are_kept_alive():
         ig.softmax(data(), out=y)
     encoder.replay()
     assert np.array_equal(y, ig.softmax(data()))
+
+
+def test_a_block_left_twice_or_never_entered_is_refused():
+    x = np.ones((2, 3), np.float32)
+    with pytest.raises(ig.RecordingError, match="new"):
+        ig.Encoder().__exit__(None, None, None)
+    with ig.Encoder() as encoder:
+        y = np.empty_like(x)
+        ig.softmax(x, out=y)
+    with pytest.raises(ig.RecordingError, match="submitted"):
+        encoder.__exit__(None, None, None)
+    with ig.Encoder() as later:
+        ig.softmax(x, out=y)
+    assert len(later) == 1

@@ -218,3 +218,24 @@ def test_plans_are_found_while_other_threads_register(register):
         for reader in readers:
             reader.join()
     assert problems == []
+
+
+@pytest.mark.parametrize("priority", [float("nan"), 1.5, "high", None])
+def test_a_priority_that_is_no_integer_is_refused(priority):
+    before = ig.kernels()
+    kernel = ig.kernels()[0].kernel
+    with pytest.raises(ig.InvalidProblemError, match="priority"):
+        ig.register_kernel("softmax", "cpu", "float64", kernel, priority=priority)
+    assert ig.kernels() == before
+
+
+def test_a_kernel_without_a_name_is_refused():
+    class Nameless(ig.Kernel):
+        def sku(self, descriptor):
+            raise AssertionError
+
+        def launch(self, descriptor, arguments, workspace, stream):
+            raise AssertionError
+
+    with pytest.raises(ig.InvalidProblemError, match="Nameless has no name"):
+        ig.register_kernel("softmax", "cpu", "float64", Nameless())

@@ -105,6 +105,8 @@ class Encoder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._state != "open" or current() is not self:
+            raise RecordingError(f"Encoder: its block is left while it is {self._state}; use one `with` statement")
         _open(None)
         if self._guard is not None:
             self._guard.__exit__(kind, error, trace)

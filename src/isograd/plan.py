@@ -177,6 +177,9 @@ class Plan:
         checked = descriptor.validated()
         return cls(checked, device, registry.find_kernel(checked, device, preference))
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.descriptor!r}, device={self.device!r}, kernel={self.kernel.name!r})"
+
     @property
     def precision_guarantee(self) -> PrecisionGuarantee:
         """What the plan promises."""

@@ -43,6 +43,12 @@ def register_kernel(operation: str, device: str, dtype: str, kernel: Kernel, *, 
         raise InvalidProblemError(f"register_kernel: kernel is {type(kernel).__name__}; expected an isograd.Kernel")
     if dtype not in DTYPES:
         raise InvalidProblemError(f"register_kernel: dtype is {dtype!r}; accepted: {', '.join(DTYPES)}")
+    if not isinstance(getattr(kernel, "name", None), str) or not isinstance(getattr(kernel, "backend", None), str):
+        raise InvalidProblemError(
+            f"register_kernel: {type(kernel).__name__} has no name or backend; expected a string for each"
+        )
+    if not isinstance(priority, int):
+        raise InvalidProblemError(f"register_kernel: priority is {priority!r}; expected an integer")
     entry = Entry(operation, device, dtype, kernel, priority)
     global _generation
     with _lock:

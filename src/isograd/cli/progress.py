@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from isograd.errors import IsogradError
 
-_COMPILING = "Compiling kernels for this machine. This happens once; later runs load them from disk."
+_COMPILING = "Compiling kernels that this machine has not used yet; they are kept on disk."
 _COMPILING_EACH_TIME = (
     "Compiling kernels for this machine. No folder is writable for the result, so every run does it again; "
     "NUMBA_CACHE_DIR can name one."

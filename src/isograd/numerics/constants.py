@@ -1,7 +1,7 @@
 """The numbers of the arithmetic contract, shared by every backend.
 
-Polynomials are minimax fits; `tools/fit_polynomials.py` derives them. A value for binary32 is one of its numbers, written
-out, so that converting it is exact under any rounding mode.
+Polynomials are minimax fits; `tools/fit_polynomials.py` derives them. A value for binary32 is one of its numbers, so
+that converting it is exact under any rounding mode.
 """
 
 from typing import Final

@@ -166,13 +166,13 @@ def store_block(base, offset, stride, count, block):
 
 
 @device_function
-def multiply_block(a, a_offset, a_stride, b, b_offset, b_stride, count, block):
+def multiply_part(a, a_offset, a_stride, b, b_offset, b_stride, start, stop, block):
     """The products of two rows, read side by side: memory is faster when neither stream pauses."""
     if a_stride == 1 and b_stride == 1:
-        for i in range(count):
+        for i in range(start, stop):
             store(block, i, widen(load(a, a_offset + i)) * widen(load(b, b_offset + i)))
     else:
-        for i in range(count):
+        for i in range(start, stop):
             store(block, i, widen(load(a, a_offset + i * a_stride)) * widen(load(b, b_offset + i * b_stride)))
 
 

@@ -493,7 +493,7 @@ def _log1p_pair(x, low):
 
 
 def log1p(x: Any) -> Any:
-    """The logarithm of 1 + x, at most 1.05 ulp off; log1p(-1) = -inf, NaN below -1."""
+    """The logarithm of 1 + x, at most 1.05 ulp off; -inf at -1, NaN below."""
     raise NotImplementedError
 
 

@@ -1,0 +1,1 @@
+"""softmax, log_softmax and their gradients."""

@@ -12,7 +12,7 @@ from isograd.numerics.numba_memory import (
     empty_work,
     load,
     load_block,
-    multiply_block,
+    multiply_part,
     pointer,
     prefetch_read,
     prefetch_write,
@@ -176,12 +176,12 @@ def log_softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n,
 
 
 @device_function
-def _softmax_gradient(dy, dy_offset, dy_stride, y, y_offset, y_stride, count, s, block):
+def _softmax_gradient(dy, dy_offset, dy_stride, y, y_offset, y_stride, start, stop, s, block):
     if dy_stride == 1 and y_stride == 1:
-        for i in range(count):
+        for i in range(start, stop):
             store(block, i, widen(load(y, y_offset + i)) * (widen(load(dy, dy_offset + i)) - s))
     else:
-        for i in range(count):
+        for i in range(start, stop):
             v = widen(load(y, y_offset + i * y_stride))
             store(block, i, v * (widen(load(dy, dy_offset + i * dy_stride)) - s))
 
@@ -195,12 +195,19 @@ def softmax_backward_rows(
     zero = work_zero(like)
     block = stack_block(zero)
     for row in range(start, stop):
-        dyo, yo = row_offset(row, shape, dy_strides), row_offset(row, shape, y_strides)
+        after = min(row + 1, stop - 1)
+        dyo, dy_ahead = row_offset(row, shape, dy_strides), row_offset(after, shape, dy_strides)
+        yo, y_ahead = row_offset(row, shape, y_strides), row_offset(after, shape, y_strides)
         dxo = row_offset(row, shape, dx_strides)
+        # Each pass has little arithmetic, so each asks for one of the three streams only.
         key = magnitude_key(zero)
         for j in range(0, n, BLOCK):
             count = min(n - j, BLOCK)
-            multiply_block(dy, dyo + j * dy_stride, dy_stride, y, yo + j * y_stride, y_stride, count, block)
+            dyj, yj = dyo + j * dy_stride, yo + j * y_stride
+            for i in range(0, count, PARTIAL):
+                end = min(i + PARTIAL, count)
+                prefetch_write(dx, dxo + (j + i) * dx_stride, dx_stride, end - i)
+                multiply_part(dy, dyj, dy_stride, y, yj, y_stride, i, end, block)
             key = block_magnitude(block, count, key)
         finite = is_finite_key(key)
         first, second, exponent = sum_scale(key)
@@ -208,22 +215,24 @@ def softmax_backward_rows(
         for j in range(0, n, BLOCK):
             count = min(n - j, BLOCK)
             if n > BLOCK:
-                multiply_block(dy, dyo + j * dy_stride, dy_stride, y, yo + j * y_stride, y_stride, count, block)
+                multiply_part(dy, dyo + j * dy_stride, dy_stride, y, yo + j * y_stride, y_stride, 0, count, block)
             if not finite:
                 special = block_special(block, count, special)
                 continue
             for i in range(0, count, PARTIAL):
                 end = min(i + PARTIAL, count)
-                prefetch_write(dx, dxo + (j + i) * dx_stride, dx_stride, end - i)
+                prefetch_read(dy, dy_ahead + (j + i) * dy_stride, dy_stride, end - i)
                 high, low = part_terms(block, i, end, first, second)
                 hi, lo = add_limbs(hi, lo, high, low, limb_shift(like))
         s = wide_to_float(hi, lo, exponent, zero) if finite else special_value(special, zero)
         for j in range(0, n, BLOCK):
             count = min(n - j, BLOCK)
+            dyj, yj = dyo + j * dy_stride, yo + j * y_stride
             # Through the block, so that the loop over memory is the same when dx is dy or y.
-            _softmax_gradient(
-                dy, dyo + j * dy_stride, dy_stride, y, yo + j * y_stride, y_stride, count, s, block
-            )  # fmt: skip
+            for i in range(0, count, PARTIAL):
+                end = min(i + PARTIAL, count)
+                prefetch_read(y, y_ahead + (j + i) * y_stride, y_stride, end - i)
+                _softmax_gradient(dy, dyj, dy_stride, y, yj, y_stride, i, end, s, block)
             store_block(dx, dxo + j * dx_stride, dx_stride, count, block)
 
 

@@ -11,7 +11,7 @@ from isograd.numerics.numba_memory import (
     LANES,
     load,
     load_block,
-    multiply_block,
+    multiply_part,
     pointer,
     row_offset,
     stack_lanes,
@@ -274,12 +274,12 @@ def softmax_backward_lanes(
             store(key, i, integer)
             store(special, i, np.int64(0))
         for j in range(n):
-            multiply_block(dy, dyo + j * dy_stride, 1, y, yo + j * y_stride, 1, count, p)
+            multiply_part(dy, dyo + j * dy_stride, 1, y, yo + j * y_stride, 1, 0, count, p)
             _lane_magnitude(p, count, key)
         _lane_scales(key, first, second, exponent, count)
         finite = _all_finite(key, count)
         for j in range(n):
-            multiply_block(dy, dyo + j * dy_stride, 1, y, yo + j * y_stride, 1, count, p)
+            multiply_part(dy, dyo + j * dy_stride, 1, y, yo + j * y_stride, 1, 0, count, p)
             _lane_terms(p, count, first, second, high, low)
             if not finite:
                 _note_special(p, count, special)

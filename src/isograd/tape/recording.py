@@ -151,11 +151,17 @@ class Tape:
         `backward` calls the function again, so it must compute the same each time; a result with other bits or one made
         from other variables raises InvalidProblemError. Variables of this tape may be arguments or be used inside
         without being passed; both get their gradients. Other arguments are handed on. The function returns one
-        variable. Gradients have the same bits as without the checkpoint.
+        variable. Gradients have the same bits as without the checkpoint. Arrays that are passed are copied, as constants
+        are elsewhere; one that the function captures must not change before `backward`.
         """
         around = self._current
         passed = tuple(
-            _Input(self._index_of("checkpoint", x), x.value) if isinstance(x, Variable) else x for x in arguments
+            _Input(self._index_of("checkpoint", x), x.value)
+            if isinstance(x, Variable)
+            else x.copy()
+            if isinstance(x, np.ndarray)
+            else x
+            for x in arguments
         )
         frame, out = self._run(around, function, passed)
         if out._frame is not frame:

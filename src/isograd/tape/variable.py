@@ -72,6 +72,9 @@ class Variable:
     def __repr__(self) -> str:
         return f"Variable({self._value!r})"
 
+    def __bool__(self) -> NoReturn:
+        raise InvalidProblemError("a tape variable has no truth value; use its `value`")
+
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError("a Variable does not turn into an array, which would lose its gradient; use variable.value")
 
