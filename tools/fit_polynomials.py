@@ -3,7 +3,8 @@
     pip install mpmath && python tools/fit_polynomials.py
 
 Each fit minimises the error of the whole function, relative to its value: a coefficient's error near zero costs
-nothing there. Coefficients for binary32 are then rounded to it. The weights have a floor, since the exchange needs them positive.
+nothing there. Coefficients for binary32 are then rounded to it. The weights have a floor, since the exchange needs
+them positive.
 """
 
 from collections.abc import Callable

@@ -161,7 +161,7 @@ def fma(a: Any, b: Any, d: Any) -> Floats:
 def pow2(k: Any, form: Format) -> Floats:
     """2**k for exponents of normal numbers."""
     k = np.asarray(k, np.int64)
-    return ((k + form.bias) << (form.precision - 1)).astype(form.integer).view(form.dtype)
+    return np.asarray(((k + form.bias) << (form.precision - 1)).astype(form.integer).view(form.dtype))
 
 
 def scale_pow2(x: Any, k: Any, form: Format) -> Floats:
@@ -388,7 +388,7 @@ def special_sum(terms: Floats) -> Any:
 
 def row_maximum(x: Floats) -> Floats:
     """The maximum over the last axis; NaN wins (rule 3)."""
-    return np.max(x, axis=-1)
+    return np.asarray(np.max(x, axis=-1))
 
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -151,8 +151,8 @@ class Tape:
         `backward` calls the function again, so it must compute the same each time; a result with other bits or one made
         from other variables raises InvalidProblemError. Variables of this tape may be arguments or be used inside
         without being passed; both get their gradients. Other arguments are handed on. The function returns one
-        variable. Gradients have the same bits as without the checkpoint. Arrays that are passed are copied, as constants
-        are elsewhere; one that the function captures must not change before `backward`.
+        variable. Gradients have the same bits as without the checkpoint. Arrays that are passed are copied, as
+        constants are elsewhere; one that the function captures must not change before `backward`.
         """
         around = self._current
         passed = tuple(
