@@ -1,0 +1,227 @@
+# ruff: noqa: D403, N803, RET505
+# A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
+"""Softmax kernels for long contiguous rows on NVIDIA GPUs, in Gluon: a row is read once, by a cluster of blocks.
+
+Each block holds BLOCK columns of the row in registers. What the blocks exchange, extreme keys and integer sums
+(`gluon_exchange.py`), needs no order. Several clusters share the processors, so that the arithmetic of one row hides
+behind the memory accesses of others.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from isograd.numerics import triton_ops as ops
+from isograd.numerics import triton_sum as sums
+from isograd.softmax import gluon_exchange as exchange
+from isograd.softmax import triton_rows as rows
+from isograd.softmax.triton_launch import Configuration
+
+SOFTMAX = rows.SOFTMAX
+# The name since Triton 3.9, and the one before.
+_async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+
+@gluon.jit
+def _broad(v):
+    return v[:, :, None, None]
+
+
+@gluon.jit
+def _columns(CTAS: gl.constexpr, BLOCK: gl.constexpr, GROUP: gl.constexpr, V: gl.constexpr, layout: gl.constexpr):
+    """Columns of the row that a cluster holds, as [BLOCK // GROUP, CTAS, GROUP // V, V], in two parts.
+
+    The first says where a thread begins, the second, the same for every thread, ends up in the instructions.
+    """
+    cube: gl.constexpr = gl.SliceLayout(3, layout)
+    q = gl.arange(0, BLOCK // GROUP, layout=gl.SliceLayout(1, gl.SliceLayout(2, cube)))[:, None, None, None]
+    c = gl.arange(0, CTAS, layout=gl.SliceLayout(0, gl.SliceLayout(2, cube)))[None, :, None, None]
+    p = gl.arange(0, GROUP // V, layout=gl.SliceLayout(0, gl.SliceLayout(1, cube)))[None, None, :, None]
+    line: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    return c * BLOCK + q * V, p * (BLOCK // GROUP * V) + gl.arange(0, V, layout=line)[None, None, None, :]
+
+
+@gluon.jit
+def _threads(CTAS: gl.constexpr, BLOCK: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr):
+    """An int32 a thread."""
+    line: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, layout))
+    c = gl.arange(0, CTAS, layout=gl.SliceLayout(0, line))[None, :]
+    return gl.arange(0, BLOCK // GROUP, layout=gl.SliceLayout(1, line))[:, None] + c
+
+
+@gluon.jit
+def _get(ptr, stride, begin, offset, n, other: gl.constexpr, MASKED: gl.constexpr):
+    pointers = (ptr + gl.program_id(0).to(gl.int64) * stride + begin) + offset
+    if MASKED:
+        return gl.load(pointers, mask=begin + offset < n, other=other)
+    else:
+        return gl.load(pointers)
+
+
+@gluon.jit
+def _put(ptr, row, stride, begin, offset, n, value, MASKED: gl.constexpr):
+    pointers = (ptr + row.to(gl.int64) * stride + begin) + offset
+    if MASKED:
+        gl.store(pointers, value, mask=begin + offset < n)
+    else:
+        gl.store(pointers, value)
+
+
+@gluon.jit
+def backward_cluster(
+    dy_ptr,
+    y_ptr,
+    out_ptr,
+    n_rows,
+    n,
+    dy_row,
+    y_row,
+    out_row,
+    KIND: gl.constexpr,
+    BLOCK: gl.constexpr,
+    CTAS: gl.constexpr,
+    GROUP: gl.constexpr,
+    V: gl.constexpr,
+    MASKED: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """The gradient of softmax or log_softmax; rows of at most 2**17 elements."""
+    dtype: gl.constexpr = dy_ptr.dtype.element_ty
+    short: gl.constexpr = dtype.primitive_bitwidth == 16
+    begin, offset = _columns(CTAS, BLOCK, GROUP, V, layout)
+    dy = _get(dy_ptr, dy_row, begin, offset, n, 0.0, MASKED)
+    y = _get(y_ptr, y_row, begin, offset, n, 0.0, MASKED)
+    exchange.setup(_threads(CTAS, BLOCK, GROUP, layout), CTAS)
+    zero = n_rows >> 31  # which the compiler cannot tell
+
+    p = rows.backward_terms(ops.widen(dy, True), ops.widen(y, True), KIND)
+    most, least = rows.thread_extremes(p, p)
+    most, least = exchange.extremes(ops.max_key(most), ops.max_key(least), 0, CTAS)
+    key, special = rows.largest_terms(most, least)
+    exponent, scale, magic, low_scale = sums.term_scale(key)
+    token = _broad(zero & most)
+    p = rows.backward_terms(ops.widen_later(dy, token), ops.widen_later(y, token), KIND)
+    high, low = sums.split_term_bits(p, _broad(scale), _broad(magic), _broad(low_scale))
+    high, low = rows.limb_sums(high, low, magic, 1)
+    total = exchange.total((high << 23) + low, 0, False, CTAS)
+    s = rows.order_free_sum(total, total, exponent, special, key, False, gl.float32)
+    token = _broad(zero & ops.as_int(s))
+    dx = rows.backward_output(ops.widen_later(dy, token), ops.widen_later(y, token), _broad(s), KIND, short)
+    _put(out_ptr, gl.program_id(0), out_row, begin, offset, n, ops.narrow(dx, dtype, True), MASKED)
+
+
+@gluon.jit
+def _forward_row(x, parity, KIND: gl.constexpr, CTAS: gl.constexpr, layout: gl.constexpr, dtype: gl.constexpr):
+    """softmax or log_softmax of the row that the cluster holds."""
+    short: gl.constexpr = dtype.primitive_bitwidth == 16
+    m = ops.from_key(exchange.maximum(ops.max_key(rows.thread_maximum(x)), parity, CTAS))
+    valid = ops.is_finite(m)
+    base, floor, bias = rows.row_shift(m, short)
+    e, error = rows.exponential(x, _broad(base), _broad(floor), _broad(bias), short)
+    marked = rows.mark_largest(e, x, _broad(m), short, True)
+    high, low = rows.exponential_terms(e, error, short, False, True)
+    high, low = rows.exponential_sums(high, low, short, False)
+    if short:
+        value = gl.convert_layout(high, gl.SliceLayout(2, gl.SliceLayout(3, layout)), assert_trivial=True)
+    else:
+        value = (high << 23) + low
+    total = exchange.total(value, parity, short, CTAS)
+    if KIND == SOFTMAX:
+        r, r_low = rows.softmax_factors(total, total, valid, short, False, False, gl.float32)
+        largest = rows.largest_output(m, base, floor, bias, r, r_low, valid, short)
+        y = rows.softmax_output(marked, _broad(r), _broad(r_low), _broad(largest), short)
+        if short:
+            y = ops.narrow(y, dtype, True)
+        return y
+    else:
+        top, middle, bottom = rows.log_sum(
+            total, total, m, base, floor, bias, valid, short, False, False, gl.float32, True
+        )
+        y = rows.log_softmax_output(x, _broad(top), _broad(middle), _broad(bottom), short)
+        return ops.narrow(y, dtype, True)
+
+
+@gluon.jit
+def forward_cluster(
+    x_ptr,
+    out_ptr,
+    n_rows,
+    n,
+    x_row,
+    out_row,
+    KIND: gl.constexpr,
+    BLOCK: gl.constexpr,
+    CTAS: gl.constexpr,
+    GROUP: gl.constexpr,
+    V: gl.constexpr,
+    MASKED: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """softmax or log_softmax; rows of at most 2**17 elements, of 16 bits 2**18."""
+    begin, offset = _columns(CTAS, BLOCK, GROUP, V, layout)
+    x = _get(x_ptr, x_row, begin, offset, n, float("-inf"), MASKED)
+    exchange.setup(_threads(CTAS, BLOCK, GROUP, layout), CTAS)
+    y = _forward_row(ops.widen(x, True), 0, KIND, CTAS, layout, x_ptr.dtype.element_ty)
+    _put(out_ptr, gl.program_id(0), out_row, begin, offset, n, y, MASKED)
+
+
+@gluon.jit
+def _fetch(stage, ptr, row, n_rows, stride, begin, offset, n, MASKED: gl.constexpr):
+    """Start the copy of a row into shared memory; past the last row nothing is read."""
+    pointers = (ptr + row.to(gl.int64) * stride + begin) + offset
+    if MASKED:
+        _async_load(stage, pointers, (begin + offset < n) & (row < n_rows))
+    else:
+        _async_load(stage, pointers, row < n_rows)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def forward_staged(
+    x_ptr,
+    out_ptr,
+    n_rows,
+    n,
+    x_row,
+    out_row,
+    KIND: gl.constexpr,
+    BLOCK: gl.constexpr,
+    CTAS: gl.constexpr,
+    GROUP: gl.constexpr,
+    V: gl.constexpr,
+    MASKED: gl.constexpr,
+    layout: gl.constexpr,
+    shared: gl.constexpr,
+):
+    """The same for clusters that stay and take one row after another: the next row arrives during the arithmetic."""
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    begin, offset = _columns(CTAS, BLOCK, GROUP, V, layout)
+    stage = gl.allocate_shared_memory(dtype, [BLOCK // GROUP, CTAS, GROUP // V, V], shared)
+    row = gl.program_id(0)
+    _fetch(stage, x_ptr, row, n_rows, x_row, begin, offset, n, MASKED)
+    exchange.setup(_threads(CTAS, BLOCK, GROUP, layout), CTAS)
+    parity = 0
+    while row < n_rows:
+        following = row + gl.num_programs(0)
+        async_copy.wait_group(0)
+        x = ops.widen(stage.load(layout), True)
+        _fetch(stage, x_ptr, following, n_rows, x_row, begin, offset, n, MASKED)
+        if MASKED:
+            x = gl.where(begin + offset < n, x, float("-inf"))
+        y = _forward_row(x, parity, KIND, CTAS, layout, dtype)
+        _put(out_ptr, row, out_row, begin, offset, n, y, MASKED)
+        row = following
+        parity ^= 1
+
+
+def layout_of(config: Configuration) -> gl.BlockedLayout:
+    """A thread holds groups of neighbours, 16 bytes each; the blocks of a cluster split the second axis."""
+    bases = [[0, 1 << i, 0, 0] for i in range(config.ctas.bit_length() - 1)]
+    size = [1, 1, config.group // config.vector, config.vector]
+    return gl.BlockedLayout(size, [32, 1, 1, 1], [config.warps, 1, 1, 1], [3, 0, 2, 1], bases)
+
+
+def shared_layout_of(config: Configuration) -> gl.SwizzledSharedLayout:
+    """A row as it lies in memory, in the parts of the blocks."""
+    bases = [[0, 1 << i, 0, 0] for i in range(config.ctas.bit_length() - 1)]
+    return gl.SwizzledSharedLayout(1, 1, 1, [3, 0, 2, 1], bases)

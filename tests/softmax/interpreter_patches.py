@@ -1,0 +1,48 @@
+"""Exact versions of what Triton's interpreter gets wrong: 3.6 does not fuse `tl.fma`, 3.9 truncates to bfloat16."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from isograd.numerics import reference as ref
+
+
+def _create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+    return TensorHandle(ref.fma(x.data, y.data, z.data), z.dtype.scalar)
+
+
+def patch_fma() -> None:
+    InterpreterBuilder.create_fma = _create_fma
+
+
+def _exact_cast(original: Any) -> Any:
+    def cast(self: Any, src: Any, dst_type: Any, *rest: Any) -> Any:
+        source, target = src.dtype.scalar, dst_type.scalar
+        with np.errstate(all="ignore"):
+            if source == tl.float32 and target == tl.bfloat16:
+                return TensorHandle(src.data.astype(ml_dtypes.bfloat16).view(np.uint16), tl.bfloat16)
+            if source == tl.bfloat16 and target == tl.float32:
+                return TensorHandle(src.data.view(ml_dtypes.bfloat16).astype(np.float32), tl.float32)
+            return original(self, src, dst_type, *rest)
+
+    return cast
+
+
+def patch_cast() -> None:
+    InterpreterBuilder.cast_impl = _exact_cast(InterpreterBuilder.cast_impl)
+    InterpreterBuilder.create_fp_to_fp = _exact_cast(InterpreterBuilder.create_fp_to_fp)
+
+
+def patch_index() -> None:
+    """3.6 turns a loop bound into an int in a way that NumPy 2.4 no longer allows."""
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched

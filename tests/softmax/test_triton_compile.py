@@ -1,0 +1,65 @@
+"""The Triton kernels compile for GPUs that are not there, and keep what they hold in registers."""
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("triton", reason="needs triton")
+
+from triton_compile import compile_for, resources  # noqa: E402
+
+from isograd.softmax.triton_launch import configuration  # noqa: E402
+
+OPERATIONS = ("softmax", "log_softmax", "softmax_backward", "log_softmax_backward")
+# dtype, shape, axis: short rows, rows of a cluster, rows of doubles, and strips
+PROBLEMS = {
+    "short rows": ("bfloat16", (64, 1024), 1),
+    "long rows": ("float32", (8, 65536), 1),
+    "doubles": ("float64", (64, 256), 1),
+    "strips": ("bfloat16", (4, 128, 512), 1),
+}
+
+
+def problem(name: str, operation: str) -> tuple[list[Any], int]:
+    dtype, shape, axis = PROBLEMS[name]
+    like = torch.empty(shape, dtype=getattr(torch, dtype))
+    return [like] * (3 if operation.endswith("backward") else 2), axis
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_hopper(name: str, operation: str) -> None:
+    needs = resources(compile_for("sm_90", operation, *problem(name, operation)))
+    # Kernels for long rows fill the registers; a few words of the stack are what the compiler's scheduling costs.
+    assert needs["stack"] <= (64 if name == "long rows" else 0)
+    assert needs["registers"] <= 168
+    assert needs["shared"] <= 100 * 1024
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("operation", ["softmax", "log_softmax_backward"])
+def test_other_architectures(target: str, name: str, operation: str) -> None:
+    needs = resources(compile_for(target, operation, *problem(name, operation)))
+    assert needs["stack"] <= (128 if name == "long rows" else 0)
+    assert needs["registers"] <= 255
+    assert needs["shared"] <= 64 * 1024
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("exponent", range(12, 18))
+def test_rows_up_to_131072_are_read_once_on_hopper(operation: str, itemsize: int, exponent: int) -> None:
+    for n in (2**exponent, 2**exponent - 16):
+        chosen = configuration(n, itemsize, operation, 90)
+        assert chosen.variant in ("tile", "cluster", "staged")
+        assert chosen.block * chosen.ctas >= n
+        assert chosen.ctas <= 8
+        assert chosen.warps <= 16
+
+
+def test_configuration_depends_on_nothing_but_its_arguments() -> None:
+    assert configuration(5000, 2, "softmax", 90) == configuration(5000, 2, "softmax", 90)
+    assert configuration(1 << 20, 4, "softmax", 90).variant == "loop"
+    assert configuration(8192, 4, "softmax_backward", 80).variant == "tile"

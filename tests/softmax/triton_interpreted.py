@@ -1,0 +1,100 @@
+"""Run under TRITON_INTERPRET=1: compare the Triton kernels with the reference in Triton's interpreter.
+
+    python triton_interpreted.py OPERATION [--without fma|cast]
+
+Prints the number of cases and of elements that differ. Not a test itself: the variable acts when triton is imported.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import interpreter_patches
+
+from isograd.softmax import reference, triton_kernels
+from isograd.softmax.triton_launch import Configuration, launch
+
+NUMPY = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
+INTEGER = {"float16": np.int16, "bfloat16": np.int16, "float32": np.int32, "float64": np.int64}
+
+# shape, axis, configuration: whole rows, rows that no power of two divides, other axes, and rows longer than a tile
+CASES: tuple[tuple[tuple[int, ...], int, Configuration | None], ...] = (
+    ((6, 64), 1, None),
+    ((5, 37), 1, None),
+    ((5, 1), 1, None),
+    ((1, 1), 0, None),
+    ((3, 20, 12), 1, None),
+    ((7, 5), 0, None),
+    ((2, 3, 1, 4, 2, 2), 3, None),
+    ((3, 70), 1, Configuration("loop", 16, 2, 4, 4, 2)),
+    ((3, 20, 12), 1, Configuration("loop", 16, 4, 4, 2, 1)),
+)
+
+
+def to_torch(x: Any) -> torch.Tensor:
+    bits = torch.from_numpy(np.ascontiguousarray(x).view(INTEGER[x.dtype.name]).copy())
+    return bits.view(getattr(torch, x.dtype.name))
+
+
+def to_numpy(t: torch.Tensor, dtype: str) -> Any:
+    return t.contiguous().view(getattr(torch, np.dtype(INTEGER[dtype]).name)).numpy().view(NUMPY[dtype])
+
+
+def inputs(operation: str, dtype: str, shape: tuple[int, ...], axis: int, seed: int) -> list[Any]:
+    """Random rows of every magnitude, with all special values strewn over some of them."""
+    generator = np.random.default_rng(seed)
+    scales = [1e-4, 1, 100] if dtype == "float16" else [1e-30, 1, 1e10]
+    arrays = [
+        generator.standard_normal(shape) * 4,
+        generator.standard_normal(shape) * generator.choice(scales, size=shape),
+    ]
+    specials = (np.inf, -np.inf, np.nan, 0.0, -0.0, 65504, -65504)
+    with np.errstate(all="ignore"):
+        x, dy = (a.astype(NUMPY[dtype]) for a in arrays)
+        for a in (x, dy):
+            for value in specials if x.size > 40 else ():
+                a.reshape(-1)[generator.integers(a.size)] = value
+        if not operation.endswith("backward"):
+            return [x]
+        y = getattr(reference, operation.removesuffix("_backward"))(x, axis)
+        return [dy, y]
+
+
+def differing(operation: str) -> Iterator[int]:
+    """The number of elements whose bits differ, for every case."""
+    for dtype in NUMPY:
+        for seed, (shape, axis, config) in enumerate(CASES):
+            arrays = inputs(operation, dtype, shape, axis, seed)
+            out = to_torch(arrays[0]).fill_(7)
+            with np.errstate(all="ignore"):
+                launch(triton_kernels.KERNELS, operation, [*map(to_torch, arrays), out], axis, config)
+                expected = getattr(reference, operation)(*arrays, axis)
+            got, expected = to_numpy(out, dtype).view(INTEGER[dtype]), expected.view(INTEGER[dtype])
+            if (got != expected).any():
+                print(f"{operation} {dtype} {shape} axis {axis} {config}", file=sys.stderr)
+            yield int((got != expected).sum())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("operation")
+    parser.add_argument("--without", choices=["fma", "cast"])
+    arguments = parser.parse_args()
+    interpreter_patches.patch_index()
+    if arguments.without != "fma":
+        interpreter_patches.patch_fma()
+    if arguments.without != "cast":
+        interpreter_patches.patch_cast()
+    found = list(differing(arguments.operation))
+    print(len(found), sum(found))
+
+
+if __name__ == "__main__":
+    main()
