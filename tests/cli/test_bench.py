@@ -105,3 +105,9 @@ def test_file_names(model, stem):
 def test_machine():
     assert measure.machine(None)["torch"] is None
     assert measure.cpu_model()
+
+
+def test_a_device_that_is_not_there_is_named(cli):
+    result = cli("bench", "--device", "tpu")
+    assert result.exit_code == 2
+    assert "accepted: cpu, cuda" in result.stdout + result.stderr

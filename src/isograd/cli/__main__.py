@@ -2,4 +2,5 @@
 
 from isograd.cli.main import app
 
-app(prog_name="isograd")
+if __name__ == "__main__":  # processes that a command starts import this module as well
+    app(prog_name="isograd")

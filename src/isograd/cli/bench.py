@@ -15,6 +15,8 @@ from rich.table import Table
 from isograd.cli import measure
 from isograd.cli.measure import Bench, Result
 from isograd.cli.progress import Activity, MissingPackageError, message_console, optional, output_console
+from isograd.errors import InvalidProblemError, UnsupportedError
+from isograd.softmax.cuda import unavailable
 
 _COLOURS = {"isograd": "#2f6db3", "torch": "#e07b39", "NumPy": "#8a8a8a"}
 _QUICK = "Quick run: small inputs and three turns, not a comparison"
@@ -23,6 +25,7 @@ _QUICK = "Quick run: small inputs and three turns, not a comparison"
 def bench(
     output: Annotated[Path, typer.Option(help="Folder for the JSON file and the plot.")] = Path(),
     quick: Annotated[bool, typer.Option(help="Small inputs, few repetitions: a try, not a comparison.")] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
     """Time softmax, log_softmax and their gradients beside PyTorch and NumPy, and draw a plot.
 
@@ -30,6 +33,9 @@ def bench(
     GB/s counts each input once and the output once. The ceiling is a copy of memory in the same run.
     """
     console, messages = output_console(), message_console()
+    if device != "cpu":
+        _bench_cuda(device, output, quick, console, messages)
+        return
     torch = _torch(messages)
     repetitions = measure.QUICK_REPETITIONS if quick else measure.REPETITIONS
     problems = list(measure.problems(quick))
@@ -54,6 +60,21 @@ def bench(
     console.print(f"Results: {stem}.json", soft_wrap=True)
     if _plot(results, machine, quick, stem.with_name(stem.name + ".png"), messages):
         console.print(f"Plot:    {stem}.png", soft_wrap=True)
+
+
+def _bench_cuda(device: str, output: Path, quick: bool, console: Console, messages: Console) -> None:
+    if device != "cuda":
+        raise InvalidProblemError(f"bench: --device is {device!r}; accepted: cpu, cuda")
+    missing = unavailable()
+    if missing is not None:
+        raise UnsupportedError(f"bench: no measurement on cuda, since {missing}")
+    from isograd.cli import bench_cuda
+
+    with Activity(messages, "Measuring", bench_cuda.steps(quick)) as activity:
+        lines = bench_cuda.run(output, quick, activity)
+    console.print("TB/s of algorithmic bytes")
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)
 
 
 def _torch(messages: Console) -> Any:

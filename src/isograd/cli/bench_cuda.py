@@ -1,16 +1,17 @@
-"""The softmax family on a GPU: bits against the reference, then bandwidth beside torch, torch.compile, quack and Liger.
-
-    python benchmarks/gpu_softmax.py FOLDER [--gigabytes 2] [--columns 256 1024 ...] [--workers 6]
+"""`isograd bench --device cuda`: bits, then bandwidth beside torch, torch.compile, quack and Liger.
 
 Everything is timed in one run: device events, rotated order, medians, several times the L2 of data. The ceiling is a
-device-to-device copy. Bandwidth counts every operand once. Writes softmax.json and softmax.png into FOLDER.
+device-to-device copy. Bandwidth counts every operand once. This module imports torch and Triton; import it where they
+are known to be there.
 """
 
-import argparse
+import functools
 import importlib.metadata
 import json
 import multiprocessing
+import os
 import platform
+import re
 import statistics
 import subprocess
 import time
@@ -22,6 +23,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from isograd.cli.progress import Activity
 from isograd.softmax import reference, triton_kernels
 
 OPERATIONS = ("softmax", "log_softmax", "softmax_backward", "log_softmax_backward")
@@ -59,6 +61,7 @@ def check_bits() -> int:
 
 # --- what is compared ------------------------------------------------------------------------------------------------
 def eager(operation: str, axis: int) -> Callable[..., torch.Tensor]:
+    """What torch offers, with the arguments of isograd."""
     if operation == "softmax":
         return lambda x: torch.softmax(x, axis)
     if operation == "log_softmax":
@@ -69,6 +72,7 @@ def eager(operation: str, axis: int) -> Callable[..., torch.Tensor]:
 
 
 def quack(operation: str) -> Callable[..., torch.Tensor] | None:
+    """The function of quack for an operation, if it is installed and has one."""
     try:
         from quack.softmax import softmax_bwd, softmax_fwd
     except ImportError:
@@ -77,6 +81,7 @@ def quack(operation: str) -> Callable[..., torch.Tensor] | None:
 
 
 def liger(operation: str, columns: int) -> Callable[..., torch.Tensor] | None:
+    """The function of Liger for an operation, if it is installed and has one."""
     try:
         from liger_kernel.ops.softmax import _softmax_backward, _softmax_forward
     except ImportError:
@@ -115,11 +120,12 @@ def implementations(problem: Problem, tensors: list[torch.Tensor]) -> dict[str, 
         except Exception as error:
             print(f"  {name} {operation} {shape}: {error!r}"[:160])
             continue
-        found[name] = lambda function=function: function(*tensors)
+        found[name] = functools.partial(function, *tensors)
     return found
 
 
 def make_tensors(problem: Problem) -> list[torch.Tensor]:
+    """Inputs of a problem."""
     operation, dtype, shape, axis = problem
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -143,7 +149,7 @@ def medians(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, f
     for turn in range(rounds):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             start.record()
             functions[name]()
             end.record()
@@ -153,6 +159,7 @@ def medians(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, f
 
 
 def measure(problem: Problem, rounds: int) -> dict[str, Any]:
+    """Terabytes per second of everybody for one problem."""
     tensors = make_tensors(problem)
     functions = implementations(problem, tensors)
     source = tensors[0]
@@ -166,6 +173,7 @@ def measure(problem: Problem, rounds: int) -> dict[str, Any]:
 
 
 def problems(columns: Iterable[int], gigabytes: float) -> list[Problem]:
+    """What is measured."""
     found: list[Problem] = []
     for dtype in DTYPES:
         elements = int(gigabytes * 2**30) // (2 if dtype == "bfloat16" else 4)
@@ -203,6 +211,7 @@ def host_microseconds() -> dict[str, float]:
 
 # --- results ---------------------------------------------------------------------------------------------------------
 def version(package: str) -> str | None:
+    """The installed version of a package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -210,6 +219,7 @@ def version(package: str) -> str | None:
 
 
 def environment() -> dict[str, Any]:
+    """What the figures depend on."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
@@ -226,6 +236,7 @@ def environment() -> dict[str, Any]:
 
 
 def plot(results: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Draw bandwidth over row length."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -257,40 +268,55 @@ def plot(results: list[dict[str, Any]], title: str, path: Path) -> None:
 
 
 def show(result: dict[str, Any]) -> str:
+    """One line of figures."""
     rates = " ".join(f"{name}={value:.2f}" for name, value in result["terabytes_per_second"].items())
     return f"{result['operation']:21} {result['dtype']:9} {'x'.join(map(str, result['shape'])):>16} {rates}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--gigabytes", type=float, default=2.0, help="size of an operand")
-    parser.add_argument("--columns", type=int, nargs="+", default=COLUMNS)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--workers", type=int, default=0, help="processes that compile ahead")
-    arguments = parser.parse_args()
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    todo = problems(arguments.columns, arguments.gigabytes)
-    if arguments.workers:
-        context = multiprocessing.get_context("spawn")
-        workers = [
-            context.Process(target=prepare, args=(todo[i :: arguments.workers],)) for i in range(arguments.workers)
-        ]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-    print(f"{check_bits()} results equal the reference, bit for bit", flush=True)
+def compile_ahead(todo: list[Problem]) -> None:
+    """Fill the caches of compiled kernels from several processes: one alone takes many minutes."""
+    count = min(8, os.cpu_count() or 1)
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=prepare, args=(todo[i::count],)) for i in range(count)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+
+def run(folder: Path, quick: bool, activity: Activity) -> list[str]:
+    """Check and measure everything; write a JSON file and a plot into `folder`; return the lines to show."""
+    columns, gigabytes, rounds = ((256, 4096), 1 / 32, 3) if quick else (COLUMNS, 2.0, 15)
+    todo = problems(columns, gigabytes)
+    activity.step("compiling, the first time some minutes")
+    if not quick:
+        compile_ahead(todo)
+    lines = [f"{check_bits()} results equal the reference, bit for bit"]
     results = []
     for problem in todo:
-        results.append(measure(problem, arguments.rounds))
-        print(show(results[-1]), flush=True)
+        activity.step(" ".join(map(str, problem[:3])))
+        results.append(measure(problem, rounds))
+        lines.append(show(results[-1]))
         torch.cuda.empty_cache()
     where = environment()
-    document = {"environment": where, "host_microseconds": host_microseconds(), "results": results}
-    (arguments.folder / "softmax.json").write_text(json.dumps(document, indent=1) + "\n")
-    plot(results, f"{where['device']}, {arguments.gigabytes:g} GiB an operand", arguments.folder / "softmax.png")
+    document = {"environment": where, "quick": quick, "host_microseconds": host_microseconds(), "results": results}
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / f"cuda-{re.sub('[^a-z0-9]+', '-', where['device'].lower())}"
+    stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+    plot(results, f"{where['device']}, {gigabytes:g} GiB an operand", stem.with_suffix(".png"))
+    return [*lines, f"Results: {stem}.json, {stem}.png"]
 
 
-if __name__ == "__main__":
-    main()
+def steps(quick: bool) -> int:
+    """One line of figures."""
+    """Draw bandwidth over row length."""
+    """What the figures depend on."""
+    """The installed version of a package."""
+    """What is measured."""
+    """Terabytes per second of everybody for one problem."""
+    """Inputs of a problem."""
+    """Liger's function for an operation, if it is installed and has one."""
+    """quack's function for an operation, if it is installed and has one."""
+    """What torch offers, with the arguments of isograd."""
+    """How many steps `run` reports."""
+    return 1 + len(problems((256, 4096) if quick else COLUMNS, 2.0))
