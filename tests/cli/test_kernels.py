@@ -86,7 +86,7 @@ def run_counting(monkeypatch, tmp_path, capsys):
 
 def test_compilation_is_announced_once_and_only_where_it_happens(monkeypatch, tmp_path, capsys):
     function, said = run_counting(monkeypatch, tmp_path, capsys)
-    assert said.count("Compiling kernels for this machine.") == 1
+    assert said.count("Compiling kernels that this machine has not used yet") == 1
     with Activity(message_console(), "Again", 1):
         assert function(4) == 8
     assert capsys.readouterr().err == ""
