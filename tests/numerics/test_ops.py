@@ -13,6 +13,7 @@ import pytest
 
 from isograd.numerics import constants as c
 from isograd.numerics import numba_ops as ops
+from isograd.numerics import numba_storage as storage
 from isograd.numerics import reference as ref
 from isograd.numerics.numba_compile import kernel
 
@@ -73,13 +74,13 @@ def run_fma(a, b, d, y):
 @kernel
 def run_widen(v, y):
     for i in range(v.size):
-        y[i] = ops.widen(v[i])
+        y[i] = storage.widen(v[i])
 
 
 @kernel
 def run_narrow(x, y):
     for i in range(x.size):
-        y[i] = ops.narrow(x[i], y[i])
+        y[i] = storage.narrow(x[i], y[i])
 
 
 @kernel

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from isograd.numerics import constants as c
 from isograd.numerics import numba_ops as ops
 from isograd.numerics import numba_sum as sums
+from isograd.numerics import numba_wide as wide
 from isograd.numerics import reference as ref
 from isograd.numerics.numba_compile import kernel
 from isograd.softmax import reference as softmax_reference
@@ -28,38 +29,38 @@ def run_scale(p, a, b, k):
 @kernel
 def run_split_term(p, a, b, high, low):
     for i in range(p.size):
-        high[i], low[i] = ops.split_term(p[i] * a, b)
+        high[i], low[i] = wide.split_term(p[i] * a, b)
 
 
 @kernel
 def run_split_pair(p, error, scale, error_scale, high, low):
     for i in range(p.size):
-        high[i], low[i] = ops.split_pair(p[i], error[i], scale, error_scale)
+        high[i], low[i] = wide.split_pair(p[i], error[i], scale, error_scale)
 
 
 @kernel
 def run_add_wide(hi, lo, value):
     for i in range(hi.size):
-        hi[i], lo[i] = ops.add_wide(hi[i], lo[i], value[i])
+        hi[i], lo[i] = wide.add_wide(hi[i], lo[i], value[i])
 
 
 @kernel
 def run_add_limbs(hi, lo, high, low, shift):
     for i in range(hi.size):
-        hi[i], lo[i] = ops.add_limbs(hi[i], lo[i], high[i], low[i], shift)
+        hi[i], lo[i] = wide.add_limbs(hi[i], lo[i], high[i], low[i], shift)
 
 
 @kernel
 def run_compress(hi, lo, n, e):
     for i in range(hi.size):
-        n[i], e[i] = ops.compress(hi[i], lo[i])
+        n[i], e[i] = wide.compress(hi[i], lo[i])
 
 
 @kernel
 def run_wide(hi, lo, k, whole, head, rest):
     for i in range(hi.size):
-        whole[i] = ops.wide_to_float(hi[i], lo[i], k, whole[i])
-        head[i], rest[i] = ops.wide_to_pair(hi[i], lo[i], k, whole[i])
+        whole[i] = wide.wide_to_float(hi[i], lo[i], k, whole[i])
+        head[i], rest[i] = wide.wide_to_pair(hi[i], lo[i], k, whole[i])
 
 
 # --- 128-bit integers -----------------------------------------------------------------------------------------------

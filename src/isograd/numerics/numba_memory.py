@@ -12,7 +12,7 @@ from numba import types
 from numba.extending import intrinsic, overload
 
 from isograd.numerics.numba_compile import device_function
-from isograd.numerics.numba_ops import narrow, widen
+from isograd.numerics.numba_storage import narrow, widen
 
 BLOCK = 4096  # elements that are worked on at a time: 16 KiB, so that a block stays in the first-level cache
 LANES = 512  # neighbouring rows that advance together when the reduced axis is not the contiguous one

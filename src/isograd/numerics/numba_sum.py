@@ -9,7 +9,8 @@ from numba.extending import overload
 from isograd.numerics import constants as c
 from isograd.numerics.numba_compile import device_function
 from isograd.numerics.numba_memory import load
-from isograd.numerics.numba_ops import is_finite, magnitude_key, pow2_32, pow2_64, split_term, term_bias
+from isograd.numerics.numba_ops import is_finite, magnitude_key, pow2_32, pow2_64
+from isograd.numerics.numba_wide import split_term, term_bias
 
 PARTIAL = 256  # terms whose int32 parts (within 2**22) are summed in int32; narrow sums are what vectorises well
 _FORCE = {"forceinline": True}

@@ -9,7 +9,8 @@ from numba.extending import overload
 from isograd.numerics import constants as c
 from isograd.numerics.numba_compile import kernel
 from isograd.numerics.numba_memory import BLOCK, load_block, pointer, stack_block, store, work_zero
-from isograd.numerics.numba_ops import add_limbs, magnitude_key, narrow, wide_to_float
+from isograd.numerics.numba_ops import magnitude_key
+from isograd.numerics.numba_storage import narrow
 from isograd.numerics.numba_sum import (
     block_magnitude,
     block_special,
@@ -18,6 +19,7 @@ from isograd.numerics.numba_sum import (
     special_value,
     sum_scale,
 )
+from isograd.numerics.numba_wide import add_limbs, wide_to_float
 
 
 def _limb_shift(like: Any) -> Any:

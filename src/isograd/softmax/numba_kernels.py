@@ -22,17 +22,8 @@ from isograd.numerics.numba_memory import (
     store_block,
     work_zero,
 )
-from isograd.numerics.numba_ops import (
-    add_limbs,
-    fma,
-    from_key,
-    is_finite,
-    magnitude_key,
-    max_key,
-    narrow,
-    wide_to_float,
-    widen,
-)
+from isograd.numerics.numba_ops import fma, from_key, is_finite, magnitude_key, max_key
+from isograd.numerics.numba_storage import narrow, widen
 from isograd.numerics.numba_sum import (
     PARTIAL,
     block_magnitude,
@@ -43,6 +34,7 @@ from isograd.numerics.numba_sum import (
     special_value,
     sum_scale,
 )
+from isograd.numerics.numba_wide import add_limbs, wide_to_float
 from isograd.softmax.numba_steps import (
     exponential_part,
     largest_quotient,

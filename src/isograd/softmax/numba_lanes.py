@@ -19,19 +19,10 @@ from isograd.numerics.numba_memory import (
     store_block,
     work_zero,
 )
-from isograd.numerics.numba_ops import (
-    add_limbs,
-    fma,
-    from_key,
-    is_finite,
-    magnitude_key,
-    max_key,
-    split_term,
-    term_bias,
-    wide_to_float,
-    widen,
-)
+from isograd.numerics.numba_ops import fma, from_key, is_finite, magnitude_key, max_key
+from isograd.numerics.numba_storage import widen
 from isograd.numerics.numba_sum import PARTIAL, is_finite_key, signed_rest, special_value, sum_scale
+from isograd.numerics.numba_wide import add_limbs, split_term, term_bias, wide_to_float
 from isograd.softmax.numba_steps import (
     exponential,
     exponential_term,

@@ -14,7 +14,6 @@ from isograd.numerics import constants as c
 from isograd.numerics.numba_compile import device_function
 from isograd.numerics.numba_memory import load, store, work_zero
 from isograd.numerics.numba_ops import (
-    add_limbs,
     exp,
     exp_shift,
     exp_shifted,
@@ -23,14 +22,10 @@ from isograd.numerics.numba_ops import (
     fma,
     is_finite,
     log1p_pair,
-    split_pair,
-    split_term,
-    term_bias,
     two_sum,
-    wide_to_float,
-    wide_to_pair,
 )
 from isograd.numerics.numba_sum import signed_rest
+from isograd.numerics.numba_wide import add_limbs, split_pair, split_term, term_bias, wide_to_float, wide_to_pair
 
 _FORCE = {"forceinline": True}
 _ONE_32, _ONE_64 = np.float32(1), np.float64(1)
