@@ -30,6 +30,17 @@ def _term_bias(like):
     return lambda like: np.int64(bits)
 
 
+def limb_shift(like: Any) -> Any:
+    """SHIFT of the terms of a storage type: their value is high * 2**SHIFT + low."""
+    raise NotImplementedError
+
+
+@overload(limb_shift, jit_options=_FORCE)
+def _limb_shift(like):
+    shift = c.LIMB_SHIFT_64 if like == types.float64 else c.LIMB_SHIFT_32
+    return lambda like: np.int64(shift)
+
+
 def split_term(p: Any, scale: Any) -> Any:
     """The integer rint(p * scale * 2**SHIFT) as (high, low), each with the term bias on top.
 

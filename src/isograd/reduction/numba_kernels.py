@@ -1,12 +1,7 @@
 """The order-free sum on the CPU, over a range of contiguous rows."""
 
-from typing import Any
-
 import numpy as np
-from numba import types
-from numba.extending import overload
 
-from isograd.numerics import constants as c
 from isograd.numerics.numba_compile import kernel
 from isograd.numerics.numba_memory import BLOCK, load_block, pointer, stack_block, store, work_zero
 from isograd.numerics.numba_ops import magnitude_key
@@ -19,17 +14,7 @@ from isograd.numerics.numba_sum import (
     special_value,
     sum_scale,
 )
-from isograd.numerics.numba_wide import add_limbs, wide_to_float
-
-
-def _limb_shift(like: Any) -> Any:
-    raise NotImplementedError
-
-
-@overload(_limb_shift, jit_options={"forceinline": True})
-def _limb_shift_overload(like):
-    shift = c.LIMB_SHIFT_64 if like == types.float64 else c.LIMB_SHIFT_32
-    return lambda like: np.int64(shift)
+from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
 
 
 @kernel
@@ -54,7 +39,7 @@ def sum_rows(like, x_address, y_address, n, divisor, start, stop):
                 load_block(x, offset + j, 1, count, block)
             if finite:
                 high, low = block_terms(block, count, first, second)
-                hi, lo = add_limbs(hi, lo, high, low, _limb_shift(like))
+                hi, lo = add_limbs(hi, lo, high, low, limb_shift(like))
             else:
                 special = block_special(block, count, special)
         s = wide_to_float(hi, lo, exponent, zero) if finite else special_value(special, zero)

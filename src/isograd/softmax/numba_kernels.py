@@ -34,11 +34,10 @@ from isograd.numerics.numba_sum import (
     special_value,
     sum_scale,
 )
-from isograd.numerics.numba_wide import add_limbs, wide_to_float
+from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
 from isograd.softmax.numba_steps import (
     exponential_part,
     largest_quotient,
-    limb_shift,
     log_probability,
     log_sum,
     lowest_key,

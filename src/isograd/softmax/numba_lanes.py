@@ -22,13 +22,12 @@ from isograd.numerics.numba_memory import (
 from isograd.numerics.numba_ops import fma, from_key, is_finite, magnitude_key, max_key
 from isograd.numerics.numba_storage import widen
 from isograd.numerics.numba_sum import PARTIAL, is_finite_key, signed_rest, special_value, sum_scale
-from isograd.numerics.numba_wide import add_limbs, split_term, term_bias, wide_to_float
+from isograd.numerics.numba_wide import add_limbs, limb_shift, split_term, term_bias, wide_to_float
 from isograd.softmax.numba_steps import (
     exponential,
     exponential_term,
     is_short,
     largest_quotient,
-    limb_shift,
     log_probability,
     log_sum,
     low_term_bias,

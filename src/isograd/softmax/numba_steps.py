@@ -25,7 +25,15 @@ from isograd.numerics.numba_ops import (
     two_sum,
 )
 from isograd.numerics.numba_sum import signed_rest
-from isograd.numerics.numba_wide import add_limbs, split_pair, split_term, term_bias, wide_to_float, wide_to_pair
+from isograd.numerics.numba_wide import (
+    add_limbs,
+    limb_shift,
+    split_pair,
+    split_term,
+    term_bias,
+    wide_to_float,
+    wide_to_pair,
+)
 
 _FORCE = {"forceinline": True}
 _ONE_32, _ONE_64 = np.float32(1), np.float64(1)
@@ -46,16 +54,6 @@ def is_short(like: Any) -> Any:
 def _is_short(like):
     short = like in _SHORT
     return lambda like: short
-
-
-def limb_shift(like: Any) -> Any:
-    raise NotImplementedError
-
-
-@overload(limb_shift, jit_options=_FORCE)
-def _limb_shift(like):
-    shift = c.LIMB_SHIFT_64 if like == types.float64 else c.LIMB_SHIFT_32
-    return lambda like: np.int64(shift)
 
 
 def row_shift(m: Any, like: Any) -> Any:
