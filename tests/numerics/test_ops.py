@@ -442,3 +442,14 @@ def test_a_wrong_constant_is_noticed(monkeypatch):
     monkeypatch.setitem(ref.FORMATS, np.dtype(np.float32), changed)
     assert (bits(ref.exp(x)) != bits(y)).any()
     assert c.EXP_POLY_32[0] == form.exp_poly[0]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_an_fma_that_is_exactly_zero_has_the_sign_of_ieee(dtype):
+    # log_softmax backward of a single -0.0: -exp(y) * 0 + (-0.0) is -0.0.
+    zeros = [dtype(0), -dtype(0)]
+    for a in (dtype(0.83), -dtype(0.83), dtype(2)):
+        for b in zeros:
+            for d in zeros:
+                assert np.signbit(ref.fma(a, b, d)) == np.signbit(a * b + d), (a, b, d)
+    assert not np.signbit(ref.fma(dtype(3), dtype(5), -dtype(15)))

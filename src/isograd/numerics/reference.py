@@ -141,7 +141,7 @@ def _two_product(a: Floats, b: Floats) -> tuple[Floats, Floats]:
 
 
 def fma(a: Any, b: Any, d: Any) -> Floats:
-    """A * b + d with one rounding (Boldo and Melquiond, 2008, "Emulation of a FMA and correctly rounded sums")."""
+    """`a * b + d` with one rounding (Boldo and Melquiond, 2008, "Emulation of a FMA and correctly rounded sums")."""
     a, b, d = np.broadcast_arrays(a, b, d)
     with np.errstate(all="ignore"):
         if a.dtype == np.float32:
@@ -155,7 +155,8 @@ def fma(a: Any, b: Any, d: Any) -> Floats:
         s, e2 = two_sum(high, t)
         odd = _to_odd(*two_sum(e1, e2))
         result = s + odd
-        return np.where(np.isfinite(result), result, a * b + d)
+        # An exact zero has the sign of the plain expression, which is exact there.
+        return np.where(np.isfinite(result) & (result != 0), result, a * b + d)
 
 
 def pow2(k: Any, form: Format) -> Floats:
