@@ -453,3 +453,10 @@ def test_an_fma_that_is_exactly_zero_has_the_sign_of_ieee(dtype):
             for d in zeros:
                 assert np.signbit(ref.fma(a, b, d)) == np.signbit(a * b + d), (a, b, d)
     assert not np.signbit(ref.fma(dtype(3), dtype(5), -dtype(15)))
+
+
+def test_a_binary64_fma_rounds_once_where_the_product_leaves_the_range():
+    # 2**1030 - 2**1030 (1 + 2**-52) is finite though the product is not; splitting a factor of 2**1000 overflows.
+    assert ref.fma(2.0**515, 2.0**515, np.float64(-1.5 * 2.0**1023)) == np.inf
+    assert ref.fma(np.float64(2.0**1000), 1 + 2.0**-52, np.float64(-(2.0**1000))) == 2.0**948
+    assert ref.fma(np.float64(2.0**512), np.float64(2.0**512), np.float64(-(2.0**1023))) == 2.0**1023

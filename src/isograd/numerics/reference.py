@@ -4,6 +4,8 @@ Nothing here is fast. Each function works on arrays of binary32 or binary64 and 
 `docs/arithmetic.md` one by one; sums are Python integers, which are exact by nature.
 """
 
+import math
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -140,6 +142,17 @@ def _two_product(a: Floats, b: Floats) -> tuple[Floats, Floats]:
     return p, ((ah * bh - p) + ah * bl + al * bh) + al * bl
 
 
+def _exact_fma(a: Any, b: Any, d: Any) -> float:
+    """One binary64 fma where splitting a factor would leave the range; a division of integers rounds once."""
+    exact = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(d))
+    if exact == 0:
+        return float(a * b + d)
+    try:
+        return float(exact)
+    except OverflowError:
+        return math.inf if exact > 0 else -math.inf
+
+
 def fma(a: Any, b: Any, d: Any) -> Floats:
     """`a * b + d` with one rounding (Boldo and Melquiond, 2008, "Emulation of a FMA and correctly rounded sums")."""
     a, b, d = np.broadcast_arrays(a, b, d)
@@ -155,8 +168,14 @@ def fma(a: Any, b: Any, d: Any) -> Floats:
         s, e2 = two_sum(high, t)
         odd = _to_odd(*two_sum(e1, e2))
         result = s + odd
-        # An exact zero has the sign of the plain expression, which is exact there.
-        return np.where(np.isfinite(result) & (result != 0), result, a * b + d)
+        # An exact zero has the sign of the plain expression, which is exact there; so has what is not finite.
+        result = np.where(np.isfinite(result) & (result != 0), result, a * b + d)
+        small, large = 2.0**-900, 2.0**900
+        inside = (np.abs(a) < large) & (np.abs(b) < large) & (np.abs(high) > small) & (np.abs(high) < large)
+        finite = np.isfinite(a) & np.isfinite(b) & np.isfinite(d)
+        for index in map(tuple, np.argwhere(finite & ~inside & (a != 0) & (b != 0))):
+            result[index] = _exact_fma(a[index], b[index], d[index])
+        return result
 
 
 def pow2(k: Any, form: Format) -> Floats:
