@@ -20,6 +20,7 @@ from isograd.numerics.storage import address, dtype_name
 
 # dtype.name is Python code and slower than all that a plan checks besides.
 _ARRAY_TYPES = {np.dtype(name): name for name in ("float16", "float32", "float64")} | {BFLOAT16: "bfloat16"}
+_INDEX_TYPES = {np.dtype(name): name for name in ("int32", "int64", "uint32")}
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -27,23 +28,38 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return BFLOAT16 if name == "bfloat16" else np.dtype(name)
 
 
-def describe(array: Any, operation: str, argument: str) -> tuple[str, str]:
+def describe(array: Any, operation: str, argument: str, index: bool = False) -> tuple[str, str]:
     """(device, dtype name) of an array that a plan is handed; the device is "cpu", "cuda" or another of torch's types.
+
+    index: whether it has to hold integers (int32, int64, uint32) and not floating-point numbers.
 
     Raises InvalidProblemError for anything that is neither a NumPy array nor a tensor with memory of its own, and
     UnsupportedError for another dtype or a tensor that is sparse, nested or quantized.
     """
-    if type(array) is np.ndarray and (name := _ARRAY_TYPES.get(array.dtype)) is not None:
+    accepted = _INDEX_TYPES if index else _ARRAY_TYPES
+    if type(array) is np.ndarray and (name := accepted.get(array.dtype)) is not None:
         return "cpu", name
     if not isinstance(array, np.ndarray):
         if is_tensor(array):
-            return _describe_tensor(array, operation, argument)
+            return _describe_tensor(array, operation, argument, index)
         raise InvalidProblemError(
             f"{operation}: {argument} is {type(array).__name__}; expected a NumPy array or a torch tensor"
         )
     if isinstance(array, np.ma.MaskedArray):
         raise InvalidProblemError(f"{operation}: {argument} is a masked array, whose mask would be lost; fill it first")
-    return "cpu", dtype_name(array.dtype, operation, argument)
+    return "cpu", index_name(array.dtype, operation, argument) if index else dtype_name(
+        array.dtype, operation, argument
+    )
+
+
+def index_name(dtype: Any, operation: str, argument: str) -> str:
+    """The name of an index type; UnsupportedError for any other dtype."""
+    name = _INDEX_TYPES.get(dtype)
+    if name is None:
+        raise UnsupportedError(
+            f"{operation}: {argument} has dtype {dtype}; accepted: {', '.join(_INDEX_TYPES.values())}"
+        )
+    return name
 
 
 def to_numpy(x: Any, operation: str, argument: str) -> tuple[NDArray[Any], Callable[[NDArray[Any]], Any] | None]:
@@ -75,19 +91,19 @@ def is_tensor(array: Any) -> bool:
 
 
 @functools.cache
-def _tensor_types() -> dict[Any, str]:
+def _tensor_types(index: bool) -> dict[Any, str]:
     torch = sys.modules["torch"]
-    return {getattr(torch, name): name for name in ("float16", "bfloat16", "float32", "float64")}
+    return {getattr(torch, name): name for name in (_INDEX_TYPES if index else _ARRAY_TYPES).values()}
 
 
-def tensor_dtype(tensor: Any, operation: str, argument: str, dtype: Any = None) -> str:
+def tensor_dtype(tensor: Any, operation: str, argument: str, dtype: Any = None, index: bool = False) -> str:
     """The name of a tensor's storage type; UnsupportedError for any other, or for memory that is not strided.
 
     `dtype` is what the caller wants the tensor converted to first.
     """
-    name = _tensor_types().get(dtype or tensor.dtype)
+    name = _tensor_types(index).get(dtype or tensor.dtype)
     if name is None:
-        accepted = ", ".join(_tensor_types().values())
+        accepted = ", ".join(_tensor_types(index).values())
         given = f"{argument} has dtype {tensor.dtype}" if dtype is None else f"dtype is {dtype}"
         raise UnsupportedError(f"{operation}: {given}; accepted: {accepted}")
     if tensor.is_nested or tensor.layout is not sys.modules["torch"].strided:
@@ -96,8 +112,8 @@ def tensor_dtype(tensor: Any, operation: str, argument: str, dtype: Any = None) 
     return name
 
 
-def _describe_tensor(tensor: Any, operation: str, argument: str) -> tuple[str, str]:
-    name = tensor_dtype(tensor, operation, argument)
+def _describe_tensor(tensor: Any, operation: str, argument: str, index: bool) -> tuple[str, str]:
+    name = tensor_dtype(tensor, operation, argument, index=index)
     if tensor.is_neg():
         raise InvalidProblemError(
             f"{operation}: {argument} is a view that torch negates when it is read; call resolve_neg() on it first"
@@ -139,7 +155,7 @@ class _Memory:
         }
 
 
-_FLOAT = "<f" if sys.byteorder == "little" else ">f"
+_ORDER = "<" if sys.byteorder == "little" else ">"
 
 
 def numpy_view(tensor: Any) -> NDArray[Any]:
@@ -148,9 +164,11 @@ def numpy_view(tensor: Any) -> NDArray[Any]:
     `Tensor.numpy` would do but for bfloat16, which NumPy knows through ml_dtypes only, and for a lasting effect: it
     forbids torch to resize the tensor's storage ever after.
     """
-    if tensor.dtype is sys.modules["torch"].bfloat16:
+    torch = sys.modules["torch"]
+    if tensor.dtype is torch.bfloat16:
         return np.asarray(_Memory(tensor)).view(BFLOAT16)
-    return np.asarray(_Memory(tensor, _FLOAT))
+    kind = "f" if tensor.is_floating_point() else "u" if tensor.dtype is torch.uint32 else "i"
+    return np.asarray(_Memory(tensor, _ORDER + kind))
 
 
 def _memory(array: Any) -> NDArray[Any]:

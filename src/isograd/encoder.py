@@ -161,28 +161,31 @@ class Encoder:
                 raise InvalidProblemError(f"{operation}: stream is {stream!r}; a recording takes None only")
             arguments = {key: unwrapped(array) for key, array in arguments.items()}
             operands = plan.check(arguments, workspace)
-            output = plan.descriptor.output
-            out = arguments[output]
-            place = arrays.location(out)
+            place = arrays.location(arguments[plan.outputs[0]])
             if self._place not in (None, place):
-                raise DeviceMismatchError(f"{operation}: {output} is on {place}; the recording is for {self._place}")
+                raise DeviceMismatchError(
+                    f"{operation}: {plan.outputs[0]} is on {place}; the recording is for {self._place}"
+                )
             placements = tuple(arrays.placement(array) for array in arguments.values())
             read = dict(self._read)
             for (key, array), placement in zip(arguments.items(), placements, strict=True):
-                if key != output and placement not in self._written:
+                if key not in plan.outputs and placement not in self._written:
                     read[placement] = (key, array)
             # Its own inputs count as read from outside even where an earlier launch wrote them.
-            own = [(key, arguments[key]) for key in plan.descriptor.inputs]
-            for key, array in (*own, *read.values()):
-                if arrays.overlaps(out, array):
-                    raise InvalidProblemError(
-                        f"{operation}: {output} overlaps {key}, which the recording reads; a replay would find it "
-                        "overwritten: give the result memory of its own"
-                    )
+            own = [(key, array) for key, array in arguments.items() if key not in plan.outputs]
+            for output in plan.outputs:
+                for key, array in (*own, *read.values()):
+                    if arrays.overlaps(arguments[output], array):
+                        raise InvalidProblemError(
+                            f"{operation}: {output} overlaps {key}, which the recording reads; a replay would find it "
+                            "overwritten: give the result memory of its own"
+                        )
             self._place, self._read = place, read
-            self._written.add(arrays.placement(out))
-            if self._guard is not None and not isinstance(out, np.ndarray):
-                self._guard.pending.append((operation, out))
+            for output in plan.outputs:
+                out = arguments[output]
+                self._written.add(arrays.placement(out))
+                if self._guard is not None and not isinstance(out, np.ndarray):
+                    self._guard.pending.append((operation, out))
             self._launches.append(_Launch(plan, arguments, operands, workspace, placements))
 
     @contextmanager
@@ -199,7 +202,7 @@ class Encoder:
 
     def _mark_written(self) -> None:
         for plan, arguments, *_ in self._launches:
-            arrays.mark_written(arguments[plan.descriptor.output])
+            plan.mark_written(arguments)
 
     def _run(self) -> None:
         self._mark_written()

@@ -12,7 +12,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from isograd.errors import (
 
 MAX_RANK = 8
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+INDEX_DTYPES = ("int32", "int64", "uint32")
 WORKSPACE_ALIGNMENT = 64
 
 
@@ -82,46 +83,75 @@ class KernelSku:
     precision_guarantee: PrecisionGuarantee
 
 
-@dataclass(frozen=True, slots=True)
-class Descriptor(ABC):
-    """A problem over one axis of arrays that share a shape and a dtype."""
+class Operand(NamedTuple):
+    """An argument of a plan.
 
-    kind: str
+    name, shape, dtype: what it is called and has to be. output: whether it is written. aliases: the inputs that an
+    output may be the same view as.
+    """
+
+    name: str
     shape: tuple[int, ...]
     dtype: str
-    axis: int = -1
+    output: bool = False
+    aliases: tuple[str, ...] = ()
 
-    kinds: ClassVar[tuple[str, ...]]
-    inputs: ClassVar[tuple[str, ...]]
-    output: ClassVar[str]
+
+class Descriptor(ABC):
+    """A problem: what is computed, on which shapes and dtypes. Subclasses are frozen dataclasses with slots.
+
+    `dtype` is the type that a kernel is registered for.
+    """
+
+    __slots__ = ()
+    dtype: str
 
     @property
     @abstractmethod
     def operation(self) -> str:
         """The operation's name in the registry."""
 
+    @abstractmethod
+    def operands(self) -> tuple[Operand, ...]:
+        """The arguments of a validated descriptor: inputs, then outputs."""
+
+    @abstractmethod
     def validated(self) -> Self:
         """Return the descriptor with plain ints and a non-negative axis, or raise what is wrong with it."""
-        if self.kind not in self.kinds:
-            raise InvalidProblemError(f"{type(self).__name__}: kind is {self.kind!r}; accepted: {list(self.kinds)}")
-        name = self.operation
-        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:  # a NumPy dtype equals its name
-            raise UnsupportedError(f"{name}: dtype is {self.dtype!r}; accepted: {', '.join(DTYPES)}")
-        try:
-            shape = tuple(operator.index(size) for size in self.shape)
-            axis = operator.index(self.axis)
-        except TypeError as error:
-            raise InvalidProblemError(
-                f"{name}: shape is {self.shape!r} and axis is {self.axis!r}; both take integers only"
-            ) from error
-        rank = len(shape)
-        if not 1 <= rank <= MAX_RANK:
-            raise InvalidProblemError(f"{name}: shape {shape} has rank {rank}; accepted: rank 1 to {MAX_RANK}")
-        if min(shape) < 0:
-            raise InvalidProblemError(f"{name}: shape is {shape}; sizes are not negative")
-        if not -rank <= axis < rank:
-            raise InvalidProblemError(f"{name}: axis is {axis}; shape {shape} accepts -{rank} to {rank - 1}")
-        return type(self)(self.kind, shape, self.dtype, axis % rank)
+
+
+def checked_shape(operation: str, argument: str, shape: Any, least: int = 1) -> tuple[int, ...]:
+    """A shape as plain ints, of `least` to MAX_RANK dimensions; InvalidProblemError says what is wrong with it."""
+    try:
+        sizes = tuple([operator.index(size) for size in shape])
+    except TypeError as error:
+        raise InvalidProblemError(f"{operation}: {argument} is {shape!r}; it takes integers only") from error
+    if not least <= len(sizes) <= MAX_RANK:
+        raise InvalidProblemError(
+            f"{operation}: {argument} {sizes} has rank {len(sizes)}; accepted: rank {least} to {MAX_RANK}"
+        )
+    if min(sizes, default=0) < 0:
+        raise InvalidProblemError(f"{operation}: {argument} is {sizes}; sizes are not negative")
+    return sizes
+
+
+def checked_axis(operation: str, axis: Any, shape: tuple[int, ...], argument: str = "axis") -> int:
+    """An axis of a shape, counted from the front; InvalidProblemError for one out of range or no integer."""
+    try:
+        number = operator.index(axis)
+    except TypeError as error:
+        raise InvalidProblemError(f"{operation}: {argument} is {axis!r}; it takes integers only") from error
+    rank = len(shape)
+    if not -rank <= number < rank:
+        raise InvalidProblemError(f"{operation}: {argument} is {number}; shape {shape} accepts -{rank} to {rank - 1}")
+    return number % rank
+
+
+def checked_dtype(operation: str, dtype: Any, accepted: tuple[str, ...] = DTYPES, argument: str = "dtype") -> str:
+    """The name of an accepted dtype; UnsupportedError for any other."""
+    if not isinstance(dtype, str) or dtype not in accepted:  # a NumPy dtype equals its name
+        raise UnsupportedError(f"{operation}: {argument} is {dtype!r}; accepted: {', '.join(accepted)}")
+    return dtype
 
 
 class Kernel(ABC):
@@ -151,7 +181,7 @@ class Plan:
     """A descriptor with the kernel that serves it. Subclasses name their descriptor."""
 
     descriptor_type: ClassVar[type[Descriptor]]
-    __slots__ = ("_names", "descriptor", "device", "kernel", "sku", "workspace_size")
+    __slots__ = ("_inputs", "_names", "_outputs", "descriptor", "device", "kernel", "outputs", "sku", "workspace_size")
 
     def __init__(self, descriptor: Descriptor, device: str, kernel: Kernel) -> None:
         self.descriptor = descriptor
@@ -159,7 +189,11 @@ class Plan:
         self.kernel = kernel
         self.sku = kernel.sku(descriptor)
         self.workspace_size = kernel.workspace_size(descriptor)
-        self._names = frozenset((*descriptor.inputs, descriptor.output))
+        operands = descriptor.operands()
+        self._inputs = tuple([o for o in operands if not o.output])
+        self._outputs = tuple([o for o in operands if o.output])
+        self._names = frozenset([o.name for o in operands])
+        self.outputs = tuple([o.name for o in self._outputs])
 
     @classmethod
     def select(cls, descriptor: Any, device: str = "cpu", preference: str | None = None) -> Self:
@@ -206,9 +240,7 @@ class Plan:
             recording.record(self, arguments, workspace, stream)
             return
         operands = self.check(arguments, workspace, stream)
-        out = arguments[self.descriptor.output]
-        if type(out) is not np.ndarray:
-            arrays.mark_written(out)
+        self.mark_written(arguments)
         self.kernel.launch(self.descriptor, operands, workspace, stream)
 
     def check(self, arguments: Mapping[str, Any], workspace: Any = None, stream: Any = None) -> Mapping[str, Any]:
@@ -222,39 +254,45 @@ class Plan:
             )
         return operands
 
+    def mark_written(self, arguments: Mapping[str, Any]) -> None:
+        """Tell torch's autograd which arguments have new contents."""
+        for name in self.outputs:
+            if type(arguments[name]) is not np.ndarray:
+                arrays.mark_written(arguments[name])
+
     def _check(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        name, descriptor = self.sku.op, self.descriptor
+        name = self.sku.op
         if arguments.keys() != self._names:
             given = sorted(arguments)
             raise InvalidProblemError(f"{name}: arguments are {given}; expected {sorted(self._names)}")
         plain = True
-        for key in descriptor.inputs:
-            array = arguments[key]
-            plain &= self._check_array(key, array, arguments)
-            if array.shape != descriptor.shape:
+        for operand in self._inputs:
+            array = arguments[operand.name]
+            plain &= self._check_array(operand, array, arguments)
+            if array.shape != operand.shape:
                 raise InvalidProblemError(
-                    f"{name}: {key} has shape {tuple(array.shape)}; the plan is for {descriptor.shape}"
+                    f"{name}: {operand.name} has shape {tuple(array.shape)}; the plan is for {operand.shape}"
                 )
-        out = arguments[descriptor.output]
-        plain &= self._check_array(descriptor.output, out, arguments)
-        self._check_output(out, [(key, arguments[key]) for key in descriptor.inputs])
+        for operand in self._outputs:
+            plain &= self._check_array(operand, arguments[operand.name], arguments)
+            self._check_output(operand, arguments)
         if plain:
             return arguments
         if self.device == "cpu":
             return {k: a if isinstance(a, np.ndarray) else arrays.numpy_view(a) for k, a in arguments.items()}
-        place = out.device
+        place = arguments[self.outputs[0]].device
         if any(array.device != place for array in arguments.values()):
             raise DeviceMismatchError(f"{name}: {self._locations(arguments)}; expected one device for all")
         return arguments
 
-    def _check_array(self, key: str, array: Any, arguments: Mapping[str, Any]) -> bool:
+    def _check_array(self, operand: Operand, array: Any, arguments: Mapping[str, Any]) -> bool:
         """Raise what is wrong with an argument; whether it is a NumPy array."""
-        name = self.sku.op
-        device, dtype = arrays.describe(array, name, key)
+        name, key = self.sku.op, operand.name
+        device, dtype = arrays.describe(array, name, key, operand.dtype in INDEX_DTYPES)
         if device != self.device:
             raise DeviceMismatchError(f"{name}: {self._locations(arguments)}; the plan is for {self.device}")
-        if dtype != self.descriptor.dtype:
-            raise InvalidProblemError(f"{name}: {key} has dtype {dtype}; the plan is for {self.descriptor.dtype}")
+        if dtype != operand.dtype:
+            raise InvalidProblemError(f"{name}: {key} has dtype {dtype}; the plan is for {operand.dtype}")
         if not arrays.is_aligned(array):
             raise MisalignedOperandError(
                 f"{name}: {key} has an address or strides that are no multiple of its element size; "
@@ -263,11 +301,12 @@ class Plan:
         return isinstance(array, np.ndarray)
 
     def _locations(self, arguments: Mapping[str, Any]) -> str:
-        names = (*self.descriptor.inputs, self.descriptor.output)
+        names = [operand.name for operand in (*self._inputs, *self._outputs)]
         return ", ".join(f"{key} is on {arrays.location(arguments[key])}" for key in names)
 
-    def _check_output(self, out: Any, inputs: list[tuple[str, Any]]) -> None:
-        name, key, shape = self.sku.op, self.descriptor.output, self.descriptor.shape
+    def _check_output(self, operand: Operand, arguments: Mapping[str, Any]) -> None:
+        name, key, shape = self.sku.op, operand.name, operand.shape
+        out = arguments[key]
         if out.shape != shape:
             kind = BufferTooSmallError if arrays.size_of(out.shape) < arrays.size_of(shape) else InvalidProblemError
             raise kind(f"{name}: {key} has shape {tuple(out.shape)}; the result has shape {shape}")
@@ -275,11 +314,20 @@ class Plan:
             raise InvalidProblemError(f"{name}: {key} is read-only; expected a writeable array")
         if arrays.overlaps_itself(out):
             raise InvalidProblemError(f"{name}: {key} has elements that share memory; expected one address for each")
-        for other, array in inputs:
-            if arrays.overlaps_partly(out, array):
-                raise InvalidProblemError(
-                    f"{name}: {key} overlaps {other} in part; expected separate memory or exactly the same view"
-                )
+        for other in self._inputs:
+            if other.name in operand.aliases:
+                if arrays.overlaps_partly(out, arguments[other.name]):
+                    raise InvalidProblemError(
+                        f"{name}: {key} overlaps {other.name} in part; expected separate memory or exactly the same "
+                        "view"
+                    )
+            elif arrays.overlaps(out, arguments[other.name]):
+                raise InvalidProblemError(f"{name}: {key} overlaps {other.name}; expected separate memory")
+        for other in self._outputs:
+            if other is operand:
+                break
+            if arrays.overlaps(out, arguments[other.name]):
+                raise InvalidProblemError(f"{name}: {key} overlaps {other.name}; expected separate memory")
 
     def _check_workspace(self, workspace: Any) -> None:
         name = self.sku.op

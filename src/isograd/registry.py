@@ -37,12 +37,12 @@ _generation = 0
 
 def register_kernel(operation: str, device: str, dtype: str, kernel: Kernel, *, priority: int = 0) -> None:
     """Let `kernel` serve an operation on a device for a dtype; the same name registered again replaces the old one."""
-    from isograd.plan import DTYPES, Kernel
+    from isograd.plan import DTYPES, INDEX_DTYPES, Kernel
 
     if not isinstance(kernel, Kernel):
         raise InvalidProblemError(f"register_kernel: kernel is {type(kernel).__name__}; expected an isograd.Kernel")
-    if dtype not in DTYPES:
-        raise InvalidProblemError(f"register_kernel: dtype is {dtype!r}; accepted: {', '.join(DTYPES)}")
+    if dtype not in (accepted := (*DTYPES, *INDEX_DTYPES)):
+        raise InvalidProblemError(f"register_kernel: dtype is {dtype!r}; accepted: {', '.join(accepted)}")
     if not isinstance(getattr(kernel, "name", None), str) or not isinstance(getattr(kernel, "backend", None), str):
         raise InvalidProblemError(
             f"register_kernel: {type(kernel).__name__} has no name or backend; expected a string for each"

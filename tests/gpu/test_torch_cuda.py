@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 import isograd as ig
 import isograd.torch as igt
 from isograd import DeviceMismatchError, InvalidProblemError, RecordingError, UnsupportedError
-from isograd.softmax import cuda as cuda_kernels
+from isograd import cuda as cuda_kernels
 from isograd.torch import ops
 
 if (_missing := cuda_kernels.unavailable()) is not None:

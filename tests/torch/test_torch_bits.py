@@ -11,7 +11,7 @@ import torch
 
 import isograd as ig
 import isograd.torch as igt
-from isograd import arrays
+from isograd import arrays, cuda
 from isograd.errors import (
     BufferTooSmallError,
     DeviceMismatchError,
@@ -21,7 +21,6 @@ from isograd.errors import (
     UnsupportedError,
     WorkspaceTooSmallError,
 )
-from isograd.softmax import cuda
 from isograd.softmax.plans import family_sku
 
 KINDS = ("softmax", "log_softmax")

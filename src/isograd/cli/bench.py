@@ -15,8 +15,8 @@ from rich.table import Table
 from isograd.cli import measure
 from isograd.cli.measure import Bench, Result
 from isograd.cli.progress import Activity, MissingPackageError, message_console, optional, output_console
+from isograd.cuda import unavailable
 from isograd.errors import InvalidProblemError, UnsupportedError
-from isograd.softmax.cuda import unavailable
 
 _COLOURS = {"isograd": "#2f6db3", "torch": "#e07b39", "NumPy": "#8a8a8a"}
 _QUICK = "Quick run: small inputs and three turns, not a comparison"

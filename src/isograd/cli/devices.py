@@ -34,7 +34,7 @@ def _strides(array: Array) -> tuple[int, ...]:
 
 
 def _cuda_available() -> bool:
-    from isograd.softmax.cuda import unavailable
+    from isograd.cuda import unavailable
 
     return unavailable() is None
 

@@ -3,15 +3,27 @@
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from isograd import arrays, parallel
+from isograd.errors import InvalidProblemError
 from isograd.fenv import default_environment
 from isograd.layout import plan_walk
 from isograd.numerics.storage import address, kernel_type
-from isograd.plan import DTYPES, Descriptor, Kernel, KernelSku, Plan, PrecisionGuarantee
+from isograd.plan import (
+    DTYPES,
+    Descriptor,
+    Kernel,
+    KernelSku,
+    Operand,
+    Plan,
+    PrecisionGuarantee,
+    checked_axis,
+    checked_dtype,
+    checked_shape,
+)
 from isograd.registry import register_kernel
 from isograd.softmax import bounds
 
@@ -19,14 +31,40 @@ KINDS = ("softmax", "log_softmax")
 
 
 @dataclass(frozen=True, slots=True)
-class SoftmaxDescriptor(Descriptor):
+class _AxisDescriptor(Descriptor):
+    """A problem over one axis of arrays that share a shape and a dtype."""
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    axis: int = -1
+
+    inputs: ClassVar[tuple[str, ...]]
+    output: ClassVar[str]
+
+    def operands(self) -> tuple[Operand, ...]:
+        """The inputs and the output, which may be any of them."""
+        inputs = [Operand(name, self.shape, self.dtype) for name in self.inputs]
+        return (*inputs, Operand(self.output, self.shape, self.dtype, True, self.inputs))
+
+    def validated(self) -> Self:
+        """Return the descriptor with plain ints and a non-negative axis, or raise what is wrong with it."""
+        if self.kind not in KINDS:
+            raise InvalidProblemError(f"{type(self).__name__}: kind is {self.kind!r}; accepted: {list(KINDS)}")
+        name = self.operation
+        dtype = checked_dtype(name, self.dtype)
+        shape = checked_shape(name, "shape", self.shape)
+        return type(self)(self.kind, shape, dtype, checked_axis(name, self.axis, shape))
+
+
+@dataclass(frozen=True, slots=True)
+class SoftmaxDescriptor(_AxisDescriptor):
     """y = softmax(x) or log_softmax(x) along an axis.
 
     kind: "softmax" or "log_softmax". shape: of x and y, rank 1 to 8. dtype: "float16", "bfloat16", "float32" or
     "float64". axis: the reduced axis, -rank to rank - 1.
     """
 
-    kinds: ClassVar[tuple[str, ...]] = KINDS
     inputs: ClassVar[tuple[str, ...]] = ("x",)
     output: ClassVar[str] = "y"
 
@@ -37,10 +75,9 @@ class SoftmaxDescriptor(Descriptor):
 
 
 @dataclass(frozen=True, slots=True)
-class SoftmaxBackwardDescriptor(Descriptor):
+class SoftmaxBackwardDescriptor(_AxisDescriptor):
     """dx from dy and y, the result of the forward operation; fields as in SoftmaxDescriptor."""
 
-    kinds: ClassVar[tuple[str, ...]] = KINDS
     inputs: ClassVar[tuple[str, ...]] = ("dy", "y")
     output: ClassVar[str] = "dx"
 
@@ -64,7 +101,7 @@ class SoftmaxBackwardPlan(Plan):
     __slots__ = ()
 
 
-def family_guarantee(descriptor: Descriptor) -> PrecisionGuarantee:
+def family_guarantee(descriptor: _AxisDescriptor) -> PrecisionGuarantee:
     """What every kernel of the family promises: it returns the bits of the reference."""
     wide = descriptor.dtype == "float64"
     return PrecisionGuarantee(
@@ -79,7 +116,7 @@ def family_guarantee(descriptor: Descriptor) -> PrecisionGuarantee:
     )
 
 
-def family_sku(descriptor: Descriptor, backend: str, arch: str) -> KernelSku:
+def family_sku(descriptor: _AxisDescriptor, backend: str, arch: str) -> KernelSku:
     """The identity of a kernel of the family."""
     wide = descriptor.dtype == "float64"
     return KernelSku(
@@ -124,11 +161,11 @@ class NumbaSoftmax(Kernel):
     name = "numba"
     backend = "numba"
 
-    def sku(self, descriptor: Descriptor) -> KernelSku:
+    def sku(self, descriptor: _AxisDescriptor) -> KernelSku:
         """The kernel's identity."""
         return family_sku(descriptor, self.backend, "cpu")
 
-    def launch(self, descriptor: Descriptor, arguments: Mapping[str, Any], workspace: Any, stream: Any) -> None:
+    def launch(self, descriptor: _AxisDescriptor, arguments: Mapping[str, Any], workspace: Any, stream: Any) -> None:
         """Compute on the library's threads; needs no workspace."""
         operands = [arguments[name] for name in descriptor.inputs]
         operands.append(arguments[descriptor.output])
