@@ -114,11 +114,13 @@ def backward_cluster(
 def _forward_row(x, parity, KIND: gl.constexpr, CTAS: gl.constexpr, layout: gl.constexpr, dtype: gl.constexpr):
     """softmax or log_softmax of the row that the cluster holds."""
     short: gl.constexpr = dtype.primitive_bitwidth == 16
-    m = ops.from_key(exchange.maximum(ops.max_key(rows.thread_maximum(x)), parity, CTAS))
+    most = rows.thread_maximum(x)
+    m = ops.from_key(exchange.maximum(ops.max_key(most), parity, CTAS))
     valid = ops.is_finite(m)
     base, floor, bias = rows.row_shift(m, short)
+    flag = _broad(rows.largest_flag(most, m, valid, short))
+    found = rows.find_largest(x, _broad(m), flag, _broad(valid), short, True)
     e, error = rows.exponential(x, _broad(base), _broad(floor), _broad(bias), short)
-    marked = rows.mark_largest(e, x, _broad(m), short, True)
     high, low = rows.exponential_terms(e, error, short, False, True)
     high, low = rows.exponential_sums(high, low, short, False)
     if short:
@@ -129,7 +131,7 @@ def _forward_row(x, parity, KIND: gl.constexpr, CTAS: gl.constexpr, layout: gl.c
     if KIND == SOFTMAX:
         r, r_low = rows.softmax_factors(total, total, valid, short, False, False, gl.float32)
         largest = rows.largest_output(m, base, floor, bias, r, r_low, valid, short)
-        y = rows.softmax_output(marked, _broad(r), _broad(r_low), _broad(largest), short)
+        y = rows.softmax_output(e, found, _broad(r), _broad(r_low), _broad(largest), short, True)
         if short:
             y = ops.narrow(y, dtype, True)
         return y
