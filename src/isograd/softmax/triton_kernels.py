@@ -3,7 +3,7 @@
 """The softmax family in Triton: any axis, any strides, float16, bfloat16, float32, float64.
 
 Two kernels for each direction. `*_tile` holds whole rows in registers. `*_loop` passes over rows of any length three
-times; the long rows that training meets go to `gluon_kernels.py`, which stages them on chip.
+times; the long rows that training meets go to `gluon_kernels.py` and `gluon_pipes.py`, which stage them on chip.
 
 A problem is a set of rows: the reduced axis of n elements, the inner axis (the remaining one with the smallest
 stride), and up to six outer axes. A program serves ROWS neighbours on the inner axis. Formulas: `reference.py`.
@@ -16,7 +16,8 @@ import triton.language as tl
 from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
 from isograd.softmax import triton_rows as rows
-from isograd.softmax.gluon_kernels import backward_cluster, forward_cluster, forward_staged
+from isograd.softmax.gluon_kernels import backward_cluster, backward_staged, forward_cluster, forward_staged
+from isograd.softmax.gluon_pipes import forward_piped
 from isograd.softmax.gluon_strips import backward_strip, forward_strip
 from isograd.softmax.triton_launch import launch
 
@@ -369,10 +370,12 @@ KERNELS = {
     ("forward", "loop"): forward_loop,
     ("forward", "cluster"): forward_cluster,
     ("forward", "staged"): forward_staged,
+    ("forward", "piped"): forward_piped,
     ("forward", "strip"): forward_strip,
     ("backward", "tile"): backward_tile,
     ("backward", "loop"): backward_loop,
     ("backward", "cluster"): backward_cluster,
+    ("backward", "staged"): backward_staged,
     ("backward", "strip"): backward_strip,
 }
 
