@@ -8,7 +8,7 @@ from torch import Tensor
 
 from isograd import arrays, encoder, registry
 from isograd.errors import InvalidProblemError, UnsupportedError
-from isograd.torch import ops
+from isograd.torch import ops, tensors
 
 
 def _checked_dim(operation: str, dim: Any, tensor: Tensor, name: str) -> int:
@@ -17,7 +17,7 @@ def _checked_dim(operation: str, dim: Any, tensor: Tensor, name: str) -> int:
             dim = operator.index(dim)
         except TypeError as error:
             raise InvalidProblemError(f"{operation}: {name} is {dim!r}; expected an integer") from error
-    return ops.normalized_dim(operation, dim, tensor.shape, name)
+    return tensors.normalized_dim(operation, dim, tensor.shape, name)
 
 
 def _require_tensor(operation: str, tensor: Any, name: str) -> None:
@@ -29,7 +29,7 @@ def _require_dense(operation: str, tensor: Any, name: str, dtype: torch.dtype | 
     """Raise unless this is a dense tensor of a storage type, or one that is converted to such a `dtype` first."""
     if type(tensor) is not Tensor:
         _require_tensor(operation, tensor, name)
-    if (dtype or tensor.dtype) not in ops.DTYPES or tensor.layout is not torch.strided or tensor.is_nested:
+    if (dtype or tensor.dtype) not in tensors.DTYPES or tensor.layout is not torch.strided or tensor.is_nested:
         arrays.tensor_dtype(tensor, operation, name, dtype)
 
 
@@ -82,7 +82,7 @@ def backward(kind: str, dy: Any, y: Any, dim: Any, out: Tensor | None, name: str
     if torch.compiler.is_compiling():
         dx = ops.BACKWARD[kind](dy, y, dim)
         return dx if out is None else out.copy_(dx)
-    ops.require_same(operation, dy, y)
+    tensors.require_same(operation, dy, y)
     recording = encoder.current() if encoder.recordings else None
     if out is None and recording is None:
         return ops.BACKWARD[kind](dy, y, dim)
