@@ -97,6 +97,12 @@ def _empty_work(count, like):
     return lambda count, like: np.empty(count, dtype)
 
 
+@intrinsic
+def keep(typingctx: Any, array: Any) -> Any:
+    """Use an array at the end of a kernel: Numba frees it after its last use, of which an address taken is none."""
+    return types.void(array), lambda context, builder, signature, arguments: context.get_dummy_value()
+
+
 def _prefetch(write: int) -> Any:
     def prefetch(typingctx: Any, base: Any, index: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
