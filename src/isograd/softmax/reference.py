@@ -102,6 +102,26 @@ def _softmax_rows(rows: Floats) -> Floats:
     return ref.narrow(y, rows.dtype)
 
 
+def log_sum(x: Floats, m: Floats, short: bool) -> tuple[Floats, Floats]:
+    """log(Σ exp(x_i - m)) of rows of the work type with the finite maximum m, a column, as an unevaluated pair.
+
+    The largest term leaves the sum as an integer: a float logarithm of the rounded sum would lose every small term when
+    one dominates.
+    """
+    form = ref.FORMATS[x.dtype]
+    with np.errstate(all="ignore"):
+        exponentials = _exponentials(x, m, short)
+        t, t_low = np.empty(len(x), x.dtype), np.empty(len(x), x.dtype)
+        for row, terms in enumerate(exponentials.terms):
+            largest = int(np.argmax(x[row]))
+            rest, rest_low = _pair(sum(terms) - terms[largest], -exponentials.bits, form)
+            down = form.dtype(2.0**-exponentials.scale)
+            e, error = exponentials.e[row, largest] * down, exponentials.error[row, largest] * down
+            t[row] = rest / e
+            t_low[row] = ((ref.fma(-t[row], e, rest) + rest_low) - t[row] * error) / e
+        return ref.log1p_pair(t, t_low)
+
+
 def _log_softmax_rows(rows: Floats) -> Floats:
     x = ref.widen(rows)
     form = ref.FORMATS[x.dtype]
@@ -110,18 +130,7 @@ def _log_softmax_rows(rows: Floats) -> Floats:
     valid = np.isfinite(m)
     x, m = np.where(valid, x, form.dtype(0)), np.where(valid, m, form.dtype(0))
     with np.errstate(all="ignore"):
-        exponentials = _exponentials(x, m, short)
-        t, t_low = np.empty(len(x), x.dtype), np.empty(len(x), x.dtype)
-        for row, terms in enumerate(exponentials.terms):
-            # The largest term leaves the sum as an integer: a float logarithm of the rounded sum would lose every
-            # small term when one dominates.
-            largest = int(np.argmax(x[row]))
-            rest, rest_low = _pair(sum(terms) - terms[largest], -exponentials.bits, form)
-            down = form.dtype(2.0**-exponentials.scale)
-            e, error = exponentials.e[row, largest] * down, exponentials.error[row, largest] * down
-            t[row] = rest / e
-            t_low[row] = ((ref.fma(-t[row], e, rest) + rest_low) - t[row] * error) / e
-        high, low = ref.log1p_pair(t, t_low)
+        high, low = log_sum(x, m, short)
         if short:
             y = (x - m) - high[:, None]
         else:
