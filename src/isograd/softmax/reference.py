@@ -48,14 +48,21 @@ class _Exponentials(NamedTuple):
     bits: int
 
 
-def _exponentials(x: Floats, m: Floats, short: bool) -> _Exponentials:
+def scaled_exponentials(x: Floats, m: Floats, short: bool) -> tuple[Floats, Floats]:
+    """exp(x - m) and its rounding error (none in 16 bits), scaled, for rows with the finite maximum m, a column."""
     if short:
         e = ref.exp_short((x - m).astype(np.float32))
+        return e, np.zeros_like(e)
+    return ref.exp_shifted(x, *ref.exp_shift(m))
+
+
+def _exponentials(x: Floats, m: Floats, short: bool) -> _Exponentials:
+    e, error = scaled_exponentials(x, m, short)
+    if short:
         bits = c.SHORT_QUANTUM_BITS if x.shape[1] <= c.SHORT_ROW else c.QUANTUM_BITS
         terms = ref.integer_terms(e, bits - c.SHORT_QUANTUM_BITS)
-        return _Exponentials(e, np.zeros_like(e), terms, c.SHORT_QUANTUM_BITS, bits)
+        return _Exponentials(e, error, terms, c.SHORT_QUANTUM_BITS, bits)
     form = ref.FORMATS[x.dtype]
-    e, error = ref.exp_shifted(x, *ref.exp_shift(m))
     shift = form.quantum_bits - form.exp_scale
     pairs = zip(ref.integer_terms(e, shift), ref.integer_terms(error, shift), strict=True)
     terms = [[a + b for a, b in zip(*pair, strict=True)] for pair in pairs]
@@ -112,29 +119,35 @@ def reciprocals(state: Rows) -> tuple[Floats, Floats]:
     return r, r_low
 
 
-def probabilities(state: Rows, r: Floats, r_low: Floats) -> Floats:
-    """The softmax of every row in the work type, from its `reciprocals`."""
-    form = ref.FORMATS[state.x.dtype]
-    e, error, _, scale, _ = state.exponentials
-    y = np.empty_like(state.x)
+def quotients(x: Floats, m: Floats, e: Floats, error: Floats, r: Floats, r_low: Floats, short: bool) -> Floats:
+    """Scaled exponentials times the `reciprocals` of their rows."""
+    form = ref.FORMATS[x.dtype]
+    y = np.empty_like(x)
     with np.errstate(all="ignore"):
         for row in range(len(y)):
-            if state.short:
+            if short:
                 y[row] = e[row] * r[row]
                 continue
             y[row] = ref.fma(e[row], r[row], e[row] * r_low[row])
             # The largest elements carry their rounding error as well: equal elements give 1 / n, one alone gives 1.
-            largest = state.x[row] == state.m[row]
+            largest = x[row] == m[row]
             low = ref.fma(error[row], r[row], e[row] * r_low[row])
             y[row, largest] = ref.fma(e[row], r[row], low)[largest]
             if form.bits == 64:
                 # Two roundings for a subnormal result, but no scaled reciprocal that could underflow.
-                y[row] *= form.dtype(2.0**-scale)
-    return np.where(state.valid, y, form.dtype(np.nan))
+                y[row] *= form.dtype(2.0**-form.exp_scale)
+    return y
+
+
+def probabilities(state: Rows, r: Floats, r_low: Floats) -> Floats:
+    """The softmax of every row in the work type, from its `reciprocals`."""
+    e, error, *_ = state.exponentials
+    y = quotients(state.x, state.m, e, error, r, r_low, state.short)
+    return np.where(state.valid, y, y.dtype.type(np.nan))
 
 
 def log_sums(state: Rows) -> tuple[Floats, Floats, Floats]:
-    """m + log(sum / largest term) of every row as three columns; for 16 bits that logarithm alone in the first."""
+    """M + log(sum / largest term) of every row as three columns; for 16 bits that logarithm alone in the first."""
     x, form = state.x, ref.FORMATS[state.x.dtype]
     t, t_low = np.empty(len(x), x.dtype), np.empty(len(x), x.dtype)
     with np.errstate(all="ignore"):
