@@ -17,6 +17,7 @@ except ImportError as error:
     raise ImportError("isograd.torch needs PyTorch, which is not installed: pip install 'isograd[torch]'") from error
 
 from isograd.torch.functional import log_softmax, log_softmax_backward, softmax, softmax_backward
+from isograd.torch.indexing import embedding, gather, index_add, index_select, scatter_add, take_along_dim
 from isograd.torch.modules import LogSoftmax, Softmax
 from isograd.torch.switch import Report, Switch, use
 
@@ -25,9 +26,15 @@ __all__ = [
     "Report",
     "Softmax",
     "Switch",
+    "embedding",
+    "gather",
+    "index_add",
+    "index_select",
     "log_softmax",
     "log_softmax_backward",
+    "scatter_add",
     "softmax",
     "softmax_backward",
+    "take_along_dim",
     "use",
 ]

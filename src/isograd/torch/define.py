@@ -189,7 +189,8 @@ def one_by_one(op: Operator, size: int, in_dims: tuple[int | None, ...], *args: 
     if size == 0:
         raise InvalidProblemError(f"{op._name}: vmap over an empty batch")  # type: ignore[attr-defined]
     results = [
-        op(*[a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)]) for i in range(size)
+        op(*[a.select(d, i) if isinstance(d, int) else a for a, d in zip(args, in_dims, strict=True)])
+        for i in range(size)
     ]
     if isinstance(results[0], Tensor):
         return torch.stack(results), 0
