@@ -50,8 +50,8 @@ def log(x: NDArray[Any]) -> NDArray[Any]:
 def sigmoid(x: NDArray[Any]) -> NDArray[Any]:
     """The logistic function 1 / (1 + exp(-x)).
 
-    With u = 2^-24 (float64: 2^-53) off by at most 4.2 u of the value plus 2^-149 (2^-1074), plus half an ulp of a 16-bit
-    result.
+    With u = 2^-24 (float64: 2^-53) off by at most 4.2 u of the value plus 2^-149 (2^-1074), plus half an ulp of a
+    16-bit result.
     """
     return _run(numba_kernels.sigmoid, require_array("sigmoid", "x", x))
 
@@ -59,8 +59,8 @@ def sigmoid(x: NDArray[Any]) -> NDArray[Any]:
 def sigmoid_backward(dy: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
     """The gradient of sigmoid for the upstream gradient dy: dy * y * (1 - y), y = sigmoid(x) as stored.
 
-    dy has the shape and dtype of y. Off by at most 3.1 u of the value plus 2^-149 (2^-1074), plus half an ulp of a 16-bit
-    result.
+    dy has the shape and dtype of y. Off by at most 3.1 u of the value plus 2^-149 (2^-1074), plus half an ulp of a
+    16-bit result.
     """
     _require_like("sigmoid_backward", dy, "y", y)
     return _run(numba_kernels.sigmoid_backward, dy, y)

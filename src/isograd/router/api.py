@@ -77,7 +77,7 @@ def top_k(x: Any, k: int, axis: int = -1) -> TopK:
     device, dtype = arrays.describe(x, "top_k", "x")
     k, axis = (functional.integer("top_k", name, value) for name, value in (("k", k), ("axis", axis)))
     plan = functional.plan(plans.TopKPlan, d.TopKDescriptor(tuple(x.shape), k, dtype, axis), device)
-    shape = plan.descriptor.result_shape
+    shape = plan.descriptor.operands()[-1].shape
     values, indices = functional.empty(shape, dtype, x), functional.empty(shape, "int64", x)
     return TopK(*_restored(restore, functional.run(plan, x=x, values=values, indices=indices)))
 
@@ -124,9 +124,9 @@ def moe_router(
 ) -> Routing:
     """Choose the k experts of every token: (weights, experts).
 
-    logits: [..., E], or a tape variable. The scores s are the softmax or the sigmoid of the logits, computed in the work
-    type (float32 for 16 bits). The experts are those with the largest `s + bias`, ordered as in `top_k`; their weights
-    are s, divided by their sum if `renormalize`, times `scale`.
+    logits: [..., E], or a tape variable. The scores s are the softmax or the sigmoid of the logits, computed in the
+    work type (float32 for 16 bits). The experts are those with the largest `s + bias`, ordered as in `top_k`; their
+    weights are s, divided by their sum if `renormalize`, times `scale`.
 
     bias: [E] in the work type, for the choice alone; it gets no gradient. groups, group_k: the experts form `groups`
     neighbouring groups of one size, and a token chooses among the `group_k` groups whose two best experts have the
@@ -135,7 +135,13 @@ def moe_router(
     The same bits as softmax or sigmoid, top_k, take_along_axis and renormalize one after the other.
     """
     tape = functional.tape_of(logits)
-    options = {"scoring": scoring, "renormalize": renormalize, "groups": groups, "group_k": group_k, "scale": scale}
+    options: dict[str, Any] = {
+        "scoring": scoring,
+        "renormalize": renormalize,
+        "groups": groups,
+        "group_k": group_k,
+        "scale": scale,
+    }
     if tape is not None:
         return Routing(*tape.moe_router(logits, k, bias=bias, **options))
     given = {"logits": logits} if bias is None else {"logits": logits, "bias": bias}
@@ -169,8 +175,8 @@ def moe_router_backward(
 ) -> Any:
     """The gradient of the logits from that of the weights of `moe_router`, whose scores are computed again.
 
-    dweights: [..., k] in the work type; logits: [..., E]; experts: [..., k] as chosen, int32, int64 or uint32; the other
-    arguments as given to `moe_router`. The result has the shape and dtype of the logits.
+    dweights: [..., k] in the work type; logits: [..., E]; experts: [..., k] as chosen, int32, int64 or uint32; the
+    other arguments as given to `moe_router`. The result has the shape and dtype of the logits.
     """
     name = "moe_router_backward"
     (dweights, logits, experts), restore = functional.inputs(name, dweights=dweights, logits=logits, experts=experts)
@@ -201,8 +207,8 @@ def expert_counts(experts: Any, num_experts: int) -> Any:
 def expert_permutation(experts: Any, num_experts: int) -> Permutation:
     """Sort entries by expert: (order, offsets).
 
-    experts: as for `expert_counts`; an entry is a position in it, counted flat. order: the entries in ascending order of
-    their experts, those of one expert in their own order, int64. offsets: [num_experts + 1], int64: expert e has
+    experts: as for `expert_counts`; an entry is a position in it, counted flat. order: the entries in ascending order
+    of their experts, those of one expert in their own order, int64. offsets: [num_experts + 1], int64: expert e has
     order[offsets[e]:offsets[e + 1]].
     """
     (experts,), restore = functional.inputs("expert_permutation", experts=experts)
@@ -251,7 +257,9 @@ def moe_permute_backward(dy: Any, order: Any, k: int) -> Any:
     width = _rank(name, "dy", dy, 2)[1]
     k = functional.integer(name, "k", k)
     tokens = _entries(name, order, k)
-    plan = functional.plan(plans.MoePermuteBackwardPlan, d.MoePermuteBackwardDescriptor(tokens, k, width, dtype), device)
+    plan = functional.plan(
+        plans.MoePermuteBackwardPlan, d.MoePermuteBackwardDescriptor(tokens, k, width, dtype), device
+    )
     return restore(functional.run(plan, dy=dy, order=order, dx=functional.empty((tokens, width), dtype, dy)))
 
 
@@ -259,7 +267,8 @@ def moe_combine(expert_out: Any, weights: Any, order: Any) -> Any:
     """The weighted sum of every token's k rows: `y[t] = Σ_i weights[t, i] · row of entry t k + i`, order-free.
 
     expert_out: [T k, D] in the order of the experts, as `moe_permute` returns it. weights: [T, k] in the work type
-    (float32 for 16 bits). Either or both may be tape variables. order: [T k], int64, a permutation. The result is [T, D].
+    (float32 for 16 bits). Either or both may be tape variables. order: [T k], int64, a permutation. The result is [T,
+    D].
     """
     name = "moe_combine"
     tape = functional.tape_of(expert_out, weights)
@@ -303,8 +312,8 @@ def load_balancing_loss(probabilities: Any, experts: Any, num_experts: int | Non
     """The load-balancing loss `E Σ_e f_e P_e`, 1 for an even load (Fedus, Zoph and Shazeer 2022).
 
     probabilities: [..., E], or a tape variable: the router's scores of all experts. experts: [..., k], int32, int64 or
-    uint32: the chosen ones. num_experts: E, if it is to be checked. f_e is the share of the entries that chose e, P_e the
-    mean of its probability over the tokens; all sums are order-free. The loss is a scalar in the work type.
+    uint32: the chosen ones. num_experts: E, if it is to be checked. f_e is the share of the entries that chose e, P_e
+    the mean of its probability over the tokens; all sums are order-free. The loss is a scalar in the work type.
     """
     name = "load_balancing_loss"
     tape = functional.tape_of(probabilities)
@@ -338,14 +347,15 @@ def load_balancing_loss_backward(dloss: Any, experts: Any, shape: tuple[int, ...
     k = _last(name, "experts", experts)
     descriptor = d.LoadBalancingLossBackwardDescriptor(sizes, k, dtype, index_dtype)
     plan = functional.plan(plans.LoadBalancingLossBackwardPlan, descriptor, device)
-    dprobabilities = functional.empty(plan.descriptor.shape, dtype, dloss)
+    dprobabilities = functional.empty(sizes, dtype, dloss)
     return restore(functional.run(plan, dloss=dloss, experts=experts, dprobabilities=dprobabilities))
 
 
 def router_z_loss(logits: Any) -> Any:
     """The mean over tokens of the squared logarithm of Σ_e exp(logits_e) (Zoph et al. 2022).
 
-    logits: [..., E], or a tape variable; computed in the work type. The mean is order-free and a scalar in the work type.
+    logits: [..., E], or a tape variable; computed in the work type. The mean is order-free and a scalar in the work
+    type.
     """
     tape = functional.tape_of(logits)
     if tape is not None:

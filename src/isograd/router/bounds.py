@@ -2,8 +2,8 @@
 
 A bound follows the definition step by step in longdouble: every quantity is a value with a bound on its error, and
 every operation adds its own rounding to what its operands bring (running error analysis). u is half an ulp of 1 in the
-work type, η half of its smallest subnormal, q the quantum of a sum. Where something may overflow, the bound is infinite.
-Choices are those of the definition: the bound of the router's weights is that of the experts it chose.
+work type, η half of its smallest subnormal, q the quantum of a sum. Where something may overflow, the bound is
+infinite. Choices are those of the definition: the bound of the router's weights is that of the experts it chose.
 """
 
 import functools

@@ -12,7 +12,6 @@ from isograd.plan import (
     INDEX_DTYPES,
     Descriptor,
     Operand,
-    Plan,
     checked_axis,
     checked_dtype,
     checked_shape,
@@ -143,8 +142,8 @@ class MoeRouterDescriptor(Descriptor):
     """weights, experts = the k chosen experts of every token and their weights.
 
     shape: of the logits, (..., E). k: experts a token, at most those of group_k groups. dtype: of the logits. scoring:
-    "softmax" or "sigmoid". renormalize: whether the weights are divided by their sum. bias: whether there is one,
-    [E] in the work type. groups: a divisor of E. group_k: groups that a token may choose from. scale: a finite factor of
+    "softmax" or "sigmoid". renormalize: whether the weights are divided by their sum. bias: whether there is one, [E]
+    in the work type. groups: a divisor of E. group_k: groups that a token may choose from. scale: a finite factor of
     the weights. Weights are in the work type, experts int64.
     """
 
@@ -363,7 +362,7 @@ class MoePermuteBackwardDescriptor(MoePermuteDescriptor):
 
 @dataclass(frozen=True, slots=True)
 class MoeCombineDescriptor(MoePermuteDescriptor):
-    """y = the weighted sums of the experts' rows; fields as in MoePermuteDescriptor, weights [T, k] in the work type."""
+    """y = the weighted sums of the experts' rows; fields as in MoePermuteDescriptor, weights [T, k] (work type)."""
 
     @property
     def operation(self) -> str:

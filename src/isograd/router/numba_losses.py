@@ -19,7 +19,6 @@ from isograd.numerics.numba_sum import PARTIAL, is_finite_key, signed_rest, spec
 from isograd.numerics.numba_wide import add_limbs, limb_shift, split_term, term_bias, wide_to_float
 from isograd.router.numba_scores import softmax_and_logsumexp
 from isograd.router.numba_select import empty_keys
-from isograd.softmax.numba_steps import lowest_key
 
 
 @kernel
@@ -36,7 +35,7 @@ def column_magnitudes(like, x_address, tokens, n, block, keys, start, stop):
 
 @kernel
 def column_terms(like, x_address, tokens, n, block, keys, hi, lo, special, start, stop):
-    """Add up the integer terms of every column in block b of the tokens: hi, lo [b, e]; keys are those of all blocks."""
+    """Add up the integer terms of every column in block b of the tokens in hi, lo [b, e]; keys are those of all."""
     x = pointer(x_address, like)
     zero = work_zero(like)
     integer = magnitude_key(zero)

@@ -1,7 +1,5 @@
 """Counting and sorting entries by expert, and moving the tokens' rows there and back, on the CPU."""
 
-from typing import Any
-
 import numpy as np
 from numba import types
 from numba.extending import overload
@@ -64,7 +62,7 @@ def place_entries(like, address, count, block, places, order, start, stop):
 
 @kernel
 def invert(order, positions, count):
-    """Fill `positions`, all -1 before, with the inverse of `order`; the first entry that spoils a permutation, or -1."""
+    """Fill `positions`, all -1 before, with the inverse of `order`; the first entry that spoils it, or -1."""
     for i in range(count):
         entry = order[i]
         if entry < 0 or entry >= count or positions[entry] >= 0:

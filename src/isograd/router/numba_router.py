@@ -17,7 +17,7 @@ from isograd.numerics.numba_memory import (
     store_block,
     work_zero,
 )
-from isograd.numerics.numba_storage import narrow, widen
+from isograd.numerics.numba_storage import widen
 from isograd.router.numba_scores import sigmoid_scores, softmax_scores, sum_row
 from isograd.router.numba_select import empty_keys, select_largest, selection_key, store_keys
 from isograd.softmax.numba_steps import lowest_key

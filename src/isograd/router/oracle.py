@@ -96,7 +96,7 @@ def moe_router_backward(
         dy = np.zeros(s.shape, _WIDE)
         np.put_along_axis(dy, experts, g, -1)
         if scoring == "softmax":
-            return s * (dy - (s * dy).sum(axis=-1, keepdims=True))
+            return np.asarray(s * (dy - (s * dy).sum(axis=-1, keepdims=True)))
         return np.where(chosen(experts, s.shape), dy * s * (1 - s), 0)
 
 
@@ -111,20 +111,20 @@ def expert_permutation(experts: Array, num_experts: int) -> tuple[None, None]:
 
 def moe_permute(x: Array, order: Array, k: int) -> Array:
     """Rows as they are."""
-    return x[order // k].astype(_WIDE)
+    return np.asarray(x[order // k], _WIDE)
 
 
 def moe_permute_backward(dy: Array, order: Array, k: int) -> Array:
     """The sum of a token's k rows."""
     with np.errstate(all="ignore"):
-        return dy.astype(_WIDE)[definition.positions(order, k)].sum(axis=1)
+        return np.asarray(dy.astype(_WIDE)[definition.positions(order, k)].sum(axis=1))
 
 
 def moe_combine(expert_out: Array, weights: Array, order: Array) -> Array:
     """The weighted sum of a token's k rows."""
     with np.errstate(all="ignore"):
         rows = expert_out.astype(_WIDE)[definition.positions(order, weights.shape[1])]
-        return (weights.astype(_WIDE)[..., None] * rows).sum(axis=1)
+        return np.asarray((weights.astype(_WIDE)[..., None] * rows).sum(axis=1))
 
 
 def moe_combine_backward(dy: Array, expert_out: Array, weights: Array, order: Array) -> tuple[Array, Array]:
@@ -153,7 +153,7 @@ def load_balancing_loss_backward(dloss: Array, experts: Array, shape: tuple[int,
 
 
 def logsumexp(x: Array) -> tuple[Array, Array]:
-    """log Σ exp over the last axis, and the same less the maximum."""
+    """The logarithm of Σ exp over the last axis, and the same less the maximum."""
     with np.errstate(all="ignore"):
         wide = x.astype(_WIDE)
         m = wide.max(axis=-1)

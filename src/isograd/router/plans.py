@@ -83,7 +83,7 @@ class MoeCombinePlan(Plan):
 
 
 class MoeCombineBackwardPlan(Plan):
-    """A kernel for its gradients: `plan.run(dy=dy, expert_out=o, weights=w, order=order, d_expert_out=do, dweights=dw)`.
+    """A kernel for its gradients: `plan.run(dy=dy, expert_out=o, weights=w, order=order, d_expert_out=do, dweights=g)`.
 
     d_expert_out may be expert_out.
     """

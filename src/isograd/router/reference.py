@@ -28,7 +28,6 @@ from isograd.softmax import reference as softmax_family
 Array = NDArray[Any]
 
 
-
 # --- top_k -----------------------------------------------------------------------------------------------------------
 def selection_key(x: Array) -> Array:
     """Integers in the order of top_k: those of rule 3, but equal for the two zeros."""
@@ -179,7 +178,7 @@ def positions(order: Array, k: int) -> Array:
 
 def moe_permute(x: Array, order: Array, k: int) -> Array:
     """The row of every entry's token, in the order of the experts."""
-    return x[order // k]
+    return np.asarray(x[order // k])
 
 
 def moe_permute_backward(dy: Array, order: Array, k: int) -> Array:
@@ -211,7 +210,7 @@ def moe_combine_backward(dy: Array, expert_out: Array, weights: Array, order: Ar
 def _shares(experts: Array, num_experts: int, of: Any) -> Array:
     """f: the share of the entries that each expert has."""
     with np.errstate(all="ignore"):
-        return expert_counts(experts, num_experts).astype(of) / of(experts.size)
+        return np.asarray(expert_counts(experts, num_experts).astype(of) / of(experts.size))
 
 
 def load_balancing_loss(probabilities: Array, experts: Array) -> Array:
@@ -233,7 +232,7 @@ def load_balancing_loss_backward(dloss: Array, experts: Array, shape: tuple[int,
 
 
 def logsumexp(x: Array) -> Array:
-    """log Σ exp(x) over the last axis of a 2-D array of the work type, from the parts that log_softmax subtracts.
+    """The logarithm of Σ exp(x) over the last axis of a 2-D work-type array, from the parts that log_softmax subtracts.
 
     NaN for a row with one, else +inf for a row with one, -inf for a row of these alone.
     """
