@@ -110,25 +110,25 @@ def _take(s: Rough, experts: Floats) -> Rough:
 
 
 # --- one function an operation; each returns a bound for every result, None for integers ------------------------------
-def _top_k(dtype: str, x: Floats, k: int, axis: int = -1) -> Any:
+def _top_k(storage: str, /, x: Floats, k: int, axis: int = -1) -> Any:
     values, _ = definition.top_k(x, k, axis)
     return np.zeros(values.shape), None
 
 
-def _renormalize(dtype: str, w: Floats, axis: int = -1) -> Any:
-    work = _Work(dtype)
+def _renormalize(storage: str, /, w: Floats, axis: int = -1) -> Any:
+    work = _Work(storage)
     t, _ = _renormalized(work, work.exact(np.moveaxis(w, axis, -1)))
-    return np.moveaxis(work.stored(t, dtype), -1, axis)
+    return np.moveaxis(work.stored(t, storage), -1, axis)
 
 
-def _renormalize_backward(dtype: str, dt: Floats, w: Floats, axis: int = -1) -> Any:
-    work = _Work(dtype)
+def _renormalize_backward(storage: str, /, dt: Floats, w: Floats, axis: int = -1) -> Any:
+    work = _Work(storage)
     moved = (work.exact(np.moveaxis(a, axis, -1)) for a in (dt, w))
-    return np.moveaxis(work.stored(_renormalized_gradient(work, *moved), dtype), -1, axis)
+    return np.moveaxis(work.stored(_renormalized_gradient(work, *moved), storage), -1, axis)
 
 
-def _moe_router(dtype: str, logits: Floats, k: int, bias: Any = None, scale: float = 1.0, **options: Any) -> Any:
-    work = _Work(dtype)
+def _moe_router(storage: str, /, logits: Floats, k: int, bias: Any = None, scale: float = 1.0, **options: Any) -> Any:
+    work = _Work(storage)
     experts = definition.moe_router(logits, k, bias=bias, **options)[1]
     w = _take(_scores(work, logits, options.get("scoring", "softmax")), experts)
     if options.get("renormalize"):
@@ -141,7 +141,8 @@ def _moe_router(dtype: str, logits: Floats, k: int, bias: Any = None, scale: flo
 
 
 def _moe_router_backward(
-    dtype: str,
+    storage: str,
+    /,
     dweights: Floats,
     logits: Floats,
     experts: Floats,
@@ -150,7 +151,7 @@ def _moe_router_backward(
     scale: float = 1.0,
     **options: Any,
 ) -> Any:
-    work = _Work(dtype)
+    work = _Work(storage)
     experts = experts.astype(np.int64)
     s = _scores(work, logits, scoring)
     g = work.exact(dweights)
@@ -166,19 +167,19 @@ def _moe_router_backward(
     else:
         dx = work.mul(work.mul(dy, s), work.sub(work.exact(1), s))
         dx = Rough(dx.value, np.where(oracle.chosen(experts, s.value.shape), dx.error, 0))
-    return work.stored(dx, dtype)
+    return work.stored(dx, storage)
 
 
-def _nothing(dtype: str, **inputs: Any) -> Any:
+def _nothing(storage: str, /, **inputs: Any) -> Any:
     """Integers are exact."""
     return None
 
 
-def _permutation(dtype: str, **inputs: Any) -> Any:
+def _permutation(storage: str, /, **inputs: Any) -> Any:
     return None, None
 
 
-def _moe_permute(dtype: str, x: Floats, order: Floats, k: int) -> Any:
+def _moe_permute(storage: str, /, x: Floats, order: Floats, k: int) -> Any:
     return np.zeros((order.size, x.shape[1]))
 
 
@@ -189,21 +190,21 @@ def _combined(work: _Work, rows: Floats, weights: Floats | None, order: Floats, 
     return work.sum(terms)
 
 
-def _moe_permute_backward(dtype: str, dy: Floats, order: Floats, k: int) -> Any:
-    work = _Work(dtype)
-    return work.stored(_combined(work, dy, None, order, k), dtype)[..., 0]
+def _moe_permute_backward(storage: str, /, dy: Floats, order: Floats, k: int) -> Any:
+    work = _Work(storage)
+    return work.stored(_combined(work, dy, None, order, k), storage)[..., 0]
 
 
-def _moe_combine(dtype: str, expert_out: Floats, weights: Floats, order: Floats) -> Any:
-    work = _Work(dtype)
-    return work.stored(_combined(work, expert_out, weights, order, weights.shape[1]), dtype)[..., 0]
+def _moe_combine(storage: str, /, expert_out: Floats, weights: Floats, order: Floats) -> Any:
+    work = _Work(storage)
+    return work.stored(_combined(work, expert_out, weights, order, weights.shape[1]), storage)[..., 0]
 
 
-def _moe_combine_backward(dtype: str, dy: Floats, expert_out: Floats, weights: Floats, order: Floats) -> Any:
-    work = _Work(dtype)
+def _moe_combine_backward(storage: str, /, dy: Floats, expert_out: Floats, weights: Floats, order: Floats) -> Any:
+    work = _Work(storage)
     positions = definition.positions(order, weights.shape[1])
     g = work.exact(dy[:, None, :])
-    product = work.stored(work.mul(work.exact(weights[..., None]), g), dtype)
+    product = work.stored(work.mul(work.exact(weights[..., None]), g), storage)
     first = np.empty(expert_out.shape, np.longdouble)
     first[positions] = product
     return first, work.sum(work.mul(g, work.exact(expert_out[positions]))).error[..., 0]
@@ -214,8 +215,8 @@ def _shares(work: _Work, experts: Floats, num_experts: int) -> Rough:
     return work.div(counts, work.rounded(np.longdouble(experts.size), 0, tiny=False))
 
 
-def _load_balancing_loss(dtype: str, probabilities: Floats, experts: Floats) -> Any:
-    work = _Work(dtype)
+def _load_balancing_loss(storage: str, /, probabilities: Floats, experts: Floats) -> Any:
+    work = _Work(storage)
     n = probabilities.shape[-1]
     columns = work.sum(work.exact(probabilities.reshape(-1, n).T))
     mean = work.div(columns, work.rounded(np.longdouble(probabilities.size // n), 0, tiny=False))
@@ -224,11 +225,13 @@ def _load_balancing_loss(dtype: str, probabilities: Floats, experts: Floats) -> 
     return work.mul(work.rounded(np.longdouble(n), 0, tiny=False), total).error.reshape(())
 
 
-def _load_balancing_loss_backward(dtype: str, dloss: Floats, experts: Floats, shape: tuple[int, ...]) -> Any:
-    work = _Work(dtype)
+def _load_balancing_loss_backward(
+    storage: str, /, dloss: Floats, experts: Floats, shape: tuple[int, ...], dtype: str
+) -> Any:
+    work = _Work(storage)
     n, tokens = np.longdouble(shape[-1]), np.prod(shape[:-1], dtype=np.longdouble)
     product = work.mul(work.mul(work.exact(dloss), work.rounded(n, 0)), _shares(work, experts, shape[-1]))
-    row = work.stored(work.div(product, work.rounded(tokens, 0)), dtype)
+    row = work.stored(work.div(product, work.rounded(tokens, 0)), storage)
     return np.broadcast_to(row, shape)
 
 
@@ -238,21 +241,21 @@ def _logsumexp(work: _Work, x: Floats) -> Rough:
     return Rough(value, 2 * ulp(value, work.dtype) + ulp(log, work.dtype) + quanta)
 
 
-def _router_z_loss(dtype: str, logits: Floats) -> Any:
-    work = _Work(dtype)
+def _router_z_loss(storage: str, /, logits: Floats) -> Any:
+    work = _Work(storage)
     z = _logsumexp(work, logits.reshape(-1, logits.shape[-1]))
     tokens = work.rounded(np.longdouble(z.value.size), 0, tiny=False)
     return work.div(work.sum(work.mul(z, z)), tokens).error.reshape(())
 
 
-def _router_z_loss_backward(dtype: str, dloss: Floats, logits: Floats) -> Any:
-    work = _Work(dtype)
+def _router_z_loss_backward(storage: str, /, dloss: Floats, logits: Floats) -> Any:
+    work = _Work(storage)
     x = logits.reshape(-1, logits.shape[-1])
     z = _logsumexp(work, x)
     tokens = work.rounded(np.longdouble(len(x)), 0, tiny=False)
     factor = work.div(work.mul(Rough(2 * z.value, 2 * z.error), work.exact(dloss)), tokens)
     dx = work.mul(Rough(factor.value[:, None], factor.error[:, None]), _scores(work, x, "softmax"))
-    return work.stored(dx, dtype).reshape(logits.shape)
+    return work.stored(dx, storage).reshape(logits.shape)
 
 
 _EVALUATE: dict[str, tuple[str, Callable[..., Any]]] = {

@@ -145,7 +145,7 @@ def load_balancing_loss(probabilities: Array, experts: Array) -> Array:
         return np.asarray(n * (shares * probabilities.astype(_WIDE).reshape(-1, n).mean(axis=0)).sum())
 
 
-def load_balancing_loss_backward(dloss: Array, experts: Array, shape: tuple[int, ...]) -> Array:
+def load_balancing_loss_backward(dloss: Array, experts: Array, shape: tuple[int, ...], dtype: str) -> Array:
     """The same row for every token."""
     with np.errstate(all="ignore"):
         shares = definition.expert_counts(experts, shape[-1]).astype(_WIDE) / _WIDE(experts.size)

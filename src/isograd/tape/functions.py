@@ -7,8 +7,12 @@ in NumPy. All raise InvalidProblemError for operands or shapes that do not match
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from isograd.errors import InvalidProblemError
-from isograd.tape import rules
+from isograd.router import api as router
+from isograd.tape import router_rules, rules
 from isograd.tape.variable import Operand, Variable, apply
 
 
@@ -107,3 +111,50 @@ def concatenate(operands: Sequence[Operand], axis: int = 0) -> Variable:
     if isinstance(operands, Variable) or len(operands) == 0:
         raise InvalidProblemError("concatenate: expected a sequence of at least one variable")
     return apply(rules.concatenate, *operands, axis=axis)
+
+
+# --- routing; integer arrays are plain arrays, which have no gradient -------------------------------------------------
+def _require_variable(operation: str, argument: str, x: Any) -> Variable:
+    if not isinstance(x, Variable):
+        raise InvalidProblemError(f"{operation}: {argument} is {type(x).__name__}; expected a variable of a tape")
+    return x
+
+
+def top_k(x: Variable, k: int, axis: int = -1) -> tuple[Variable, NDArray[np.int64]]:
+    """The k largest elements of an axis in descending order, and their indices, as `isograd.top_k`."""
+    values, indices = router.top_k(_require_variable("top_k", "x", x).value, k, axis)
+    return apply(router_rules.top_k, x, indices=indices, values=values, axis=axis), indices
+
+
+def renormalize(w: Variable, axis: int = -1) -> Variable:
+    """The elements of an axis divided by their order-free sum."""
+    return apply(router_rules.renormalize, w, axis=axis)
+
+
+def moe_router(
+    logits: Variable, k: int, *, bias: NDArray[Any] | None = None, groups: int = 1, group_k: int = 1, **options: Any
+) -> tuple[Variable, NDArray[np.int64]]:
+    """The weights of every token's experts, in the work type, and the experts, as `isograd.moe_router`."""
+    value = _require_variable("moe_router", "logits", logits).value
+    weights, experts = router.moe_router(value, k, bias=bias, groups=groups, group_k=group_k, **options)
+    return apply(router_rules.moe_router, logits, experts=experts, weights=weights, options=options), experts
+
+
+def moe_permute(x: Variable, order: NDArray[np.int64], k: int) -> Variable:
+    """The tokens' rows in the order of the experts; the order is copied."""
+    return apply(router_rules.moe_permute, x, order=np.array(order), k=k)
+
+
+def moe_combine(expert_out: Operand, weights: Operand, order: NDArray[np.int64]) -> Variable:
+    """The weighted sums of the tokens' rows; weights are in the work type of expert_out."""
+    return apply(router_rules.moe_combine, expert_out, weights, one_dtype=False, order=np.array(order))
+
+
+def load_balancing_loss(probabilities: Variable, experts: NDArray[Any], num_experts: int | None = None) -> Variable:
+    """The load-balancing loss, in the work type; the experts are copied."""
+    return apply(router_rules.load_balancing_loss, probabilities, experts=np.array(experts), num_experts=num_experts)
+
+
+def router_z_loss(logits: Variable) -> Variable:
+    """The mean of the squared logsumexp of the tokens, in the work type."""
+    return apply(router_rules.router_z_loss, logits)
