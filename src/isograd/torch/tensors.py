@@ -168,6 +168,11 @@ def launch(plan: Plan, **operands: Tensor) -> None:
         plan.kernel.launch(plan.descriptor, operands, None, None)
 
 
+def work_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type that kernels compute a storage type in."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
 def wide(*tensors: Tensor) -> list[Tensor]:
     """The tensors in the type that kernels compute in."""
     return [t if t.dtype is torch.float64 else t.float() for t in tensors]
