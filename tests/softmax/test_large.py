@@ -1,7 +1,5 @@
 """Index arithmetic beyond 2**31 and 2**32 elements, on sparse files of which next to nothing is touched."""
 
-import sys
-
 import numpy as np
 import pytest
 
@@ -161,15 +159,13 @@ def test_an_expanded_input_of_more_than_two_to_the_31_elements():
     assert not small.any()
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the environment variable is glibc's")
-def test_a_long_row_keeps_its_scratch_memory(run_python):
-    # Rows longer than a block keep exponentials in memory of the kernel's own. With this threshold freed memory goes
-    # back to the system at once, so that a kernel which frees it too early dies.
+def test_long_rows_keep_their_scratch_memory(run_python):
+    # With this setting memory of more than 64 KiB leaves the process as soon as it is freed.
     code = """
-        import numpy as np
-        import isograd as ig
-        x = np.zeros((3, 200_000), np.float32)
-        y, dx = ig.softmax(x), ig.log_softmax_backward(x, x)
-        print((y == np.float32(1 / 200_000)).all(), (dx == 0).all())
+        import numpy as np, isograd as ig
+        x = np.random.default_rng(0).standard_normal((2, 70_001)).astype(np.float32)
+        y = ig.softmax(x)
+        ig.log_softmax_backward(x, ig.log_softmax(x))
+        print(bool(abs(y.sum(1) - 1).max() < 1e-5))
     """
-    assert run_python(code, MALLOC_MMAP_THRESHOLD_="65536") == "True True"
+    assert run_python(code, MALLOC_MMAP_THRESHOLD_="65536") == "True"

@@ -278,6 +278,10 @@ def walk(
     return tuple(size for size, _ in merged), steps, scattered and merged[-1][0] > 1 and set(merged[-1][1]) == {1}
 
 
+_PACKED = 1 << 15  # elements of the rows that are copied together where classes are not contiguous
+_ROW_COST = 64  # what a row takes besides its classes, in elements
+
+
 class RowKernels:
     """Runs the compiled kernels over rows of logits; all arrays are NumPy's.
 
@@ -286,54 +290,56 @@ class RowKernels:
 
     def __init__(self, logits: Any, axis: int, targets: Any, weight: Any, numbers: Scalars, dlogits: Any = None):
         with default_environment():  # constants are rounded when a module is loaded
-            from isograd.losses import numba_cross_entropy as kernels
-        self.kernels = kernels
+            from isograd.losses import numba_cross_entropy, numba_cross_entropy_lanes
+            from isograd.numerics.numba_memory import LANES
         by_index = targets.dtype == np.int64
-        mode = kernels.PROBABILITIES if not by_index else kernels.SMOOTH if numbers.spread else kernels.HARD
+        hard = by_index and not numbers.spread
+        mode = numba_cross_entropy.HARD if hard else numba_cross_entropy.SMOOTH
+        mode = mode if by_index else numba_cross_entropy.PROBABILITIES
         classes = logits.shape[axis]
-        self._weight = _ones(classes, type(numbers.z).__name__) if weight is None else np.ascontiguousarray(weight)
-        self._numbers, self._mode, self._kept = numbers, mode, (logits, targets, dlogits)
+        weight = _ones(classes, type(numbers.z).__name__) if weight is None else np.ascontiguousarray(weight)
+        self._kept = (logits, targets, dlogits, weight)
         full = [logits] if by_index else [logits, targets]
         full = full if dlogits is None else [*full, dlogits]
         strides = tuple([tuple([s // a.itemsize for s in a.strides]) for a in full])
-        shape, steps, tiled = walk(logits.shape, axis, strides)
-        self.rows = math.prod(shape)
+        shape, steps, scattered = walk(logits.shape, axis, strides)
+        rows = math.prod(shape)
         # What is absent takes the place of the logits, and is not looked at.
-        y = 0 if by_index else 1
-        dx = 0 if dlogits is None else len(full) - 1
-        order = (0, y, dx)
-        self._tile = kernels.TILE if tiled else 0
-        self._units = self.rows // shape[-1] * -(-shape[-1] // kernels.TILE) if tiled else self.rows
-        self._work = classes * (min(kernels.TILE, shape[-1]) if tiled else 1)
-        self._head = (
-            kernel_type(logits.dtype),
-            address(logits),
-            address(targets),
-            address(targets),
-            address(self._weight),
-        )
-        self._walk = (
-            np.array(shape, np.int64),
-            *(np.array(steps[i], np.int64) for i in order),
-            self.rows,
-            classes,
-            *(strides[i][axis] for i in order),
-            self._tile,
-            mode,
-        )
+        y, dx = (0 if by_index else 1), (0 if dlogits is None else len(full) - 1)
         self._dx = address(full[dx])
+        like = kernel_type(logits.dtype)
+        if scattered and hard:
+            self._kernels: Any = numba_cross_entropy_lanes
+            tile, outer = LANES, shape[:-1] or (1,)
+            outer_steps = [np.array(steps[i][:-1] or (0,), np.int64) for i in (0, dx)]
+            self._head: tuple[Any, ...] = (like, address(logits), address(targets), address(weight))
+            ends = (strides[0][axis], strides[dx][axis])
+            self._walk: tuple[Any, ...] = (
+                np.array(outer, np.int64), *outer_steps, rows, shape[-1], classes, *ends
+            )  # fmt: skip
+            self._forward: tuple[Any, ...] = (numbers.z, numbers.z_twice)
+            self._backward: tuple[Any, ...] = ()
+        else:
+            self._kernels = numba_cross_entropy
+            tile = max(min(_PACKED // classes, LANES), 16) if scattered else 0
+            self._head = (like, address(logits), address(targets), address(targets), address(weight))
+            outer_steps = [np.array(steps[i], np.int64) for i in (0, y, dx)]
+            ends = (strides[0][axis], strides[y][axis], strides[dx][axis])
+            self._walk = (np.array(shape, np.int64), *outer_steps, rows, classes, *ends, tile, mode)
+            self._forward, self._backward = tuple(numbers), (numbers.keep, numbers.spread)
+        self._units = rows // shape[-1] * -(-shape[-1] // tile) if tile else rows
+        self._work = (classes + _ROW_COST) * (min(tile, shape[-1]) if tile else 1)
 
     def forward(self, losses: Any, state: Any = None, dlosses: Any = None) -> None:
         """Losses with the state or, given the gradients of the losses, with dlogits."""
         fused = dlosses is not None
         addresses = (address(dlosses if fused else losses), address(losses), address(losses if fused else state))
-        self._run(self.kernels.forward, *self._head, *addresses, self._dx, *self._walk, fused, *self._numbers)
+        self._run(self._kernels.forward, *self._head, *addresses, self._dx, *self._walk, fused, *self._forward)
 
     def backward(self, dlosses: Any, state: Any) -> None:
         """Dlogits from the gradients of the losses and the state."""
-        numbers = self._numbers.keep, self._numbers.spread
-        places = (address(dlosses), address(state), self._dx)
-        self._run(self.kernels.backward, *self._head, *places, *self._walk, *numbers)
+        addresses = (address(dlosses), address(state), self._dx)
+        self._run(self._kernels.backward, *self._head, *addresses, *self._walk, *self._backward)
 
     def _run(self, function: Any, *arguments: Any) -> None:
         parallel.for_ranges(function, self._units, parallel.grain(self._units, self._work), *arguments)

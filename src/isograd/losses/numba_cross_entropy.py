@@ -45,7 +45,6 @@ from isograd.softmax.numba_steps import (
     work_nan,
 )
 
-TILE = 64  # rows that are copied together where classes are not contiguous
 HARD, SMOOTH, PROBABILITIES = 0, 1, 2  # index targets, the same with label smoothing, probabilities
 IGNORED, ELSEWHERE = -1, -2  # targets of rows that are left out, and that lie among classes not given
 
@@ -67,14 +66,14 @@ def _unpack(rows, x, offset, stride, n, width):
 
 @device_function
 def _unit(index, tile, shape):
-    """(first row, rows) of a step: a row, or a tile of rows along the last dimension."""
+    """(first row, rows) of a step: a row, or at most `tile` rows along the last dimension."""
     if tile == 0:
         return index, np.int64(1)
     inner = shape[len(shape) - 1]
-    tiles = (inner + TILE - 1) // TILE
+    tiles = (inner + tile - 1) // tile
     outer = index // tiles
-    first = (index - outer * tiles) * TILE
-    return outer * inner + first, min(inner - first, TILE)
+    first = (index - outer * tiles) * tile
+    return outer * inner + first, min(inner - first, tile)
 
 
 @device_function
