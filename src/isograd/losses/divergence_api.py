@@ -128,8 +128,8 @@ def distillation_loss_backward(
     """The gradient of the distillation loss for the student's logits: `dloss * T * (q - p)`.
 
     dloss: the gradient of the loss, of its shape and dtype; any strides. out: where the gradient goes; student itself
-    is accepted. The other arguments and errors as for `distillation_loss`. With indices, a class that the teacher does not
-    name gets `q` less its share, by the student, of the teacher's rest.
+    is accepted. The other arguments and errors as for `distillation_loss`. With indices, a class that the teacher does
+    not name gets `q` less its share, by the student, of the teacher's rest.
     """
     operation = "distillation_loss_backward"
     given = {"dloss": dloss, "student": student, "teacher": teacher}

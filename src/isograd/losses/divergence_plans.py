@@ -257,24 +257,35 @@ class NumbaKlDivBackward(NumbaKernel):
         )  # fmt: skip
 
 
-def check_indices(operation: str, indices: Any, classes: int) -> None:
+def _check_indices(operation: str, indices: Any, classes: int) -> None:
     """Raise unless every index is one of the classes, and no row names a class twice."""
     if indices.size == 0:
         return
-    if indices.min() < 0 or indices.max() >= classes:
-        where = np.argwhere((indices < 0) | (indices >= classes))[0]
-        position = tuple(int(i) for i in where)
+    with default_environment():
+        from isograd.losses.numba_distillation_top import unfit_rows
+    k, strides = indices.shape[-1], element_strides(indices)
+    count, outer = row_walk(indices.shape[:-1], (strides[:-1],))
+    grain = parallel.grain(count, k)
+    found = np.zeros(-(-count // grain), np.int64)
+    tail = (*outer, classes, k, strides[-1], found, grain)
+    parallel.for_ranges(unfit_rows, count, grain, indices.dtype.type(0), address(indices), *tail)
+    if found.any():
+        _refuse_indices(operation, indices, classes)
+
+
+def _refuse_indices(operation: str, indices: Any, classes: int) -> None:
+    outside = (indices < 0) | (indices >= classes)
+    if outside.any():
+        position = tuple(int(i) for i in np.argwhere(outside)[0])
         raise IndexOutOfRangeError(
             f"{operation}: indices{list(position)} is {indices[position]}; accepted for {classes} classes: 0 to "
             f"{classes - 1}"
         )
     ordered = np.sort(indices, axis=-1)
-    repeated = ordered[..., 1:] == ordered[..., :-1]
-    if repeated.any():
-        *row, place = (int(i) for i in np.argwhere(repeated)[0])
-        raise InvalidProblemError(
-            f"{operation}: indices{row} names class {ordered[(*row, place)]} twice; expected distinct ones in a row"
-        )
+    *row, place = (int(i) for i in np.argwhere(ordered[..., 1:] == ordered[..., :-1])[0])
+    raise InvalidProblemError(
+        f"{operation}: indices{row} names class {ordered[(*row, place)]} twice; expected distinct ones in a row"
+    )
 
 
 class NumbaDistillation(NumbaKernel):
@@ -286,7 +297,7 @@ class NumbaDistillation(NumbaKernel):
     def launch(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any, stream: Any) -> None:
         """Compute on the library's threads; IndexOutOfRangeError before anything is written."""
         if descriptor.classes is not None:
-            check_indices(descriptor.operation, arguments["indices"], descriptor.shape[-1])
+            _check_indices(descriptor.operation, arguments["indices"], descriptor.shape[-1])
         logits = [arguments[name] for name in ("student", "teacher", "indices") if name in arguments]
         factors = temperature_of(descriptor.temperature, logits[0].dtype)
         leading, zero = descriptor.shape[:-1], work_zero(descriptor.dtype)

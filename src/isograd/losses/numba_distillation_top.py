@@ -18,16 +18,14 @@ from isograd.numerics.numba_memory import (
     store_block,
 )
 from isograd.numerics.numba_ops import exp, from_key, is_finite, log, magnitude_key
-from isograd.numerics.numba_storage import narrow, widen
-from isograd.numerics.numba_sum import block_magnitude, signed_rest
-from isograd.numerics.numba_wide import add_limbs, limb_shift, term_bias, wide_to_float
+from isograd.numerics.numba_storage import narrow
+from isograd.numerics.numba_sum import block_magnitude
+from isograd.numerics.numba_wide import wide_to_float
 from isograd.softmax.numba_steps import (
     exponential,
-    exponential_term,
     largest_quotient,
     log_probability,
     log_sum,
-    low_term_bias,
     lowest_key,
     mark,
     quantum_bits,
@@ -39,13 +37,33 @@ from isograd.softmax.numba_steps import (
 )
 
 
+@kernel
+def unfit_rows(like, i_address, shape, i_strides, n, k, i_stride, found, grain, start, stop):
+    """The first row of a range, from 1, that names a class twice or one that there is not; 0 where there is none."""
+    indices = pointer(i_address, like)
+    seen = np.zeros(n, np.int64)
+    for row in range(start, stop):
+        io = row_offset(row, shape, i_strides)
+        for j in range(k):
+            index = np.int64(load(indices, io + j * i_stride))
+            if index < 0 or index >= n or seen[index] == row + 1:
+                found[start // grain] = row + 1
+                return
+            seen[index] = row + 1
+
+
 @device_function
-def _subtract_exponential(hi, lo, x, base, floor, bias, scale, zero):
-    """Take the integer term of one exponential out of a sum."""
-    e, error = exponential(x, base, floor, bias, zero)
-    high, low = exponential_term(e, error, scale, zero)
-    high, low = signed_rest(high, term_bias(zero)), signed_rest(low, low_term_bias(zero))
-    return add_limbs(hi, lo, -high, -low, limb_shift(zero))
+def _negative(hi, lo):
+    """A 128-bit integer with its sign changed."""
+    low = np.uint64(~lo + np.uint64(1))
+    return ~hi + (np.int64(1) if low == np.uint64(0) else np.int64(0)), low
+
+
+@device_function
+def _add(hi, lo, a, b):
+    """The sum of two 128-bit integers."""
+    low = np.uint64(lo + b)
+    return hi + a + (np.int64(1) if low < lo else np.int64(0)), low
 
 
 @device_function
@@ -82,24 +100,24 @@ def _maximum_of(z, n, block, zero):
 
 
 @device_function
-def _rest_sum(z, n, indices, io, i_stride, k, block, hi, lo, m, base, floor, bias, zero):
+def _gather(z, indices, io, i_stride, k, named):
+    """The elements of z that the teacher names."""
+    for j in range(k):
+        store(named, j, load(z, np.int64(load(indices, io + j * i_stride))))
+
+
+@device_function
+def _rest_sum(z, n, indices, io, i_stride, named, k, block, hi, lo, m, base, floor, bias, zero):
     """The logarithmic sum of the classes that the teacher does not name, (-inf, 0, 0) where there are none.
 
     (hi, lo) is the sum over all classes, relative to their maximum m; z is the row and comes back unchanged.
     """
-    scale = term_scale(n, zero)
-    for j in range(k):
-        x = load(z, np.int64(load(indices, io + j * i_stride)))
-        hi, lo = _subtract_exponential(hi, lo, x, base, floor, bias, scale, zero)
+    hi, lo = _add(hi, lo, *_negative(*_sum_of(named, k, block, m, base, floor, bias, zero)))
     if rest_is_large(hi, lo, zero):
         return log_sum(hi, lo, n, m, base, floor, bias, zero)
     # Small beside the others, and known to few bits in their units: a sum in its own.
-    scratch = empty_work(k, zero)
-    named = pointer(scratch.ctypes.data, zero)
     for j in range(k):
-        index = np.int64(load(indices, io + j * i_stride))
-        store(named, j, load(z, index))
-        store(z, index, -work_infinity(zero))
+        store(z, np.int64(load(indices, io + j * i_stride)), -work_infinity(zero))
     m = _maximum_of(z, n, block, zero)
     top, middle, low = m, zero, zero
     if m > -work_infinity(zero):
@@ -112,16 +130,13 @@ def _rest_sum(z, n, indices, io, i_stride, k, block, hi, lo, m, base, floor, bia
 
 
 @device_function
-def _teacher_rest(t, to, t_stride, k, n, zero):
+def _teacher_rest(log_p, k, n, block, zero):
     """(whether these are log-probabilities, 1 less the sum of the teacher's probabilities)."""
+    if not _maximum_of(log_p, k, block, zero) <= 0.5:
+        return False, zero
     base, floor, bias = row_shift(zero, zero)
-    scale = term_scale(n, zero)
-    hi, lo = one_wide(zero)
-    for j in range(k):
-        x = widen(load(t, to + j * t_stride))
-        if not x <= 0.5:
-            return False, zero
-        hi, lo = _subtract_exponential(hi, lo, x, base, floor, bias, scale, zero)
+    hi, lo = _negative(*_sum_of(log_p, k, block, zero, base, floor, bias, zero))
+    hi, lo = _add(hi, lo, *one_wide(zero))
     if k == n or hi < 0 or (hi == 0 and lo == np.uint64(0)):
         return True, zero
     return True, wide_to_float(hi, lo, -quantum_bits(n, zero), zero)
@@ -136,12 +151,15 @@ def distillation_top_rows(
     x, t, loss = pointer(x_address, like), pointer(t_address, teacher_like), pointer(loss_address, zero)
     indices = pointer(i_address, index_like)
     block = stack_block(zero)
-    scratch = empty_work(n + k + 1, zero)
-    z, terms = pointer(scratch.ctypes.data, zero), pointer(scratch.ctypes.data + n * scratch.itemsize, zero)
+    scratch = empty_work(n + 3 * k + 1, zero)
+    z, named = pointer(scratch.ctypes.data, zero), pointer(scratch.ctypes.data + n * scratch.itemsize, zero)
+    log_p = pointer(scratch.ctypes.data + (n + k) * scratch.itemsize, zero)
+    terms = pointer(scratch.ctypes.data + (n + 2 * k) * scratch.itemsize, zero)
     for row in range(start, stop):
         xo, to = row_offset(row, shape, x_strides), row_offset(row, shape, t_strides)
         io, out = row_offset(row, shape, i_strides), row_offset(row, shape, loss_strides)
-        valid, p_rest = _teacher_rest(t, to, t_stride, k, n, zero)
+        load_block(t, to, t_stride, k, log_p)
+        valid, p_rest = _teacher_rest(log_p, k, n, block, zero)
         _scaled_row(x, xo, x_stride, n, factor, z, block)
         m = _maximum_of(z, n, block, zero)
         if not (valid and is_finite(m)):
@@ -150,15 +168,15 @@ def distillation_top_rows(
         base, floor, bias = row_shift(m, zero)
         hi, lo = _sum_of(z, n, block, m, base, floor, bias, zero)
         top, middle, low = log_sum(hi, lo, n, m, base, floor, bias, zero)
+        _gather(z, indices, io, i_stride, k, named)
         for j in range(k):
-            log_p = widen(load(t, to + j * t_stride))
-            p = exp(log_p)
-            log_q = log_probability(load(z, np.int64(load(indices, io + j * i_stride))), m, top, middle, low, zero)
-            store(terms, j, p * (log_p - log_q) if p != zero else zero)
+            p = exp(load(log_p, j))
+            log_q = log_probability(load(named, j), m, top, middle, low, zero)
+            store(terms, j, p * (load(log_p, j) - log_q) if p != zero else zero)
         store(terms, k, zero)
         if p_rest != zero:
             r_top, r_middle, r_low = _rest_sum(
-                z, n, indices, io, i_stride, k, block, hi, lo, m, base, floor, bias, zero
+                z, n, indices, io, i_stride, named, k, block, hi, lo, m, base, floor, bias, zero
             )  # fmt: skip
             high, rest = log_difference(r_top, r_middle, r_low, top, middle, low)
             log_q_rest = high + rest if is_finite(high) else high
@@ -181,12 +199,14 @@ def distillation_top_gradient(
     g, x, t = pointer(g_address, zero), pointer(x_address, like), pointer(t_address, teacher_like)
     indices, dx = pointer(i_address, index_like), pointer(dx_address, like)
     block = stack_block(zero)
-    scratch = empty_work(n + k, zero)
+    scratch = empty_work(n + 2 * k, zero)
     z, named = pointer(scratch.ctypes.data, zero), pointer(scratch.ctypes.data + n * scratch.itemsize, zero)
+    log_p = pointer(scratch.ctypes.data + (n + k) * scratch.itemsize, zero)
     for row in range(start, stop):
         xo, to = row_offset(row, shape, x_strides), row_offset(row, shape, t_strides)
         io, dxo = row_offset(row, shape, i_strides), row_offset(row, shape, dx_strides)
-        valid, p_rest = _teacher_rest(t, to, t_stride, k, n, zero)
+        load_block(t, to, t_stride, k, log_p)
+        valid, p_rest = _teacher_rest(log_p, k, n, block, zero)
         _scaled_row(x, xo, x_stride, n, factor, z, block)
         m = _maximum_of(z, n, block, zero)
         if not (valid and is_finite(m)):
@@ -197,17 +217,18 @@ def distillation_top_gradient(
         hi, lo = _sum_of(z, n, block, m, base, floor, bias, zero)
         r, r_low = reciprocal(hi, lo, n, zero)
         largest = largest_quotient(r, r_low, m, base, floor, bias, zero)
+        _gather(z, indices, io, i_stride, k, named)
         top, middle, low = m, zero, zero
         if p_rest != zero:
             top, middle, low = _rest_sum(
-                z, n, indices, io, i_stride, k, block, hi, lo, m, base, floor, bias, zero
+                z, n, indices, io, i_stride, named, k, block, hi, lo, m, base, floor, bias, zero
             )  # fmt: skip
         shared = p_rest != zero and top > -work_infinity(zero)
         for j in range(k):
-            x_j = load(z, np.int64(load(indices, io + j * i_stride)))
+            x_j = load(named, j)
             e, _ = exponential(x_j, base, floor, bias, zero)
             q = quotient(mark(e, x_j, m, zero), r, r_low, largest, zero)
-            store(named, j, upstream * (q - exp(widen(load(t, to + j * t_stride)))))
+            store(named, j, upstream * (q - exp(load(log_p, j))))
         for j in range(0, n, BLOCK):
             count = min(n - j, BLOCK)
             load_block(z, j, 1, count, block)
