@@ -35,6 +35,8 @@ _FAMILIES = (
     "isograd.gather.plans",
     "isograd.router.plans",
     "isograd.losses.cross_entropy_plans",
+    "isograd.losses.divergence_plans",
+    "isograd.losses.simplex_plans",
 )
 _entries: list[Entry] = []
 _lock = threading.Lock()
