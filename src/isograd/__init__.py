@@ -17,6 +17,22 @@ with default_environment():
         UnsupportedError,
         WorkspaceTooSmallError,
     )
+    from isograd.losses.accumulator import LossAccumulator
+    from isograd.losses.api import cross_entropy, cross_entropy_backward, linear_cross_entropy
+    from isograd.losses.cross_entropy_plans import (
+        CrossEntropyBackwardDescriptor,
+        CrossEntropyBackwardPlan,
+        CrossEntropyDescriptor,
+        CrossEntropyGradientDescriptor,
+        CrossEntropyGradientPlan,
+        CrossEntropyPlan,
+    )
+    from isograd.losses.linear_plans import (
+        LinearCrossEntropyDescriptor,
+        LinearCrossEntropyGradientDescriptor,
+        LinearCrossEntropyGradientPlan,
+        LinearCrossEntropyPlan,
+    )
     from isograd.parallel import get_num_threads, set_num_threads
     from isograd.plan import ErrorBound, Kernel, KernelSku, PrecisionGuarantee
     from isograd.registry import kernels, register_kernel, unregister_kernel
@@ -28,6 +44,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BufferTooSmallError",
+    "CrossEntropyBackwardDescriptor",
+    "CrossEntropyBackwardPlan",
+    "CrossEntropyDescriptor",
+    "CrossEntropyGradientDescriptor",
+    "CrossEntropyGradientPlan",
+    "CrossEntropyPlan",
     "DeviceMismatchError",
     "Encoder",
     "ErrorBound",
@@ -36,6 +58,11 @@ __all__ = [
     "IsogradError",
     "Kernel",
     "KernelSku",
+    "LinearCrossEntropyDescriptor",
+    "LinearCrossEntropyGradientDescriptor",
+    "LinearCrossEntropyGradientPlan",
+    "LinearCrossEntropyPlan",
+    "LossAccumulator",
     "MisalignedOperandError",
     "PrecisionGuarantee",
     "RecordingError",
@@ -47,8 +74,11 @@ __all__ = [
     "UnsupportedError",
     "Variable",
     "WorkspaceTooSmallError",
+    "cross_entropy",
+    "cross_entropy_backward",
     "get_num_threads",
     "kernels",
+    "linear_cross_entropy",
     "log_softmax",
     "log_softmax_backward",
     "register_kernel",

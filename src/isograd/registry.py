@@ -33,6 +33,7 @@ _FAMILIES = (
     "isograd.softmax.plans",
     "isograd.softmax.cuda",
     "isograd.losses.cross_entropy_plans",
+    "isograd.losses.linear_plans",
 )
 _entries: list[Entry] = []
 _lock = threading.Lock()
