@@ -48,6 +48,21 @@ with default_environment():
         SparsemaxBackwardPlan,
         SparsemaxDescriptor,
         SparsemaxPlan,
+    from isograd.losses.accumulator import LossAccumulator
+    from isograd.losses.api import cross_entropy, cross_entropy_backward, linear_cross_entropy
+    from isograd.losses.cross_entropy_plans import (
+        CrossEntropyBackwardDescriptor,
+        CrossEntropyBackwardPlan,
+        CrossEntropyDescriptor,
+        CrossEntropyGradientDescriptor,
+        CrossEntropyGradientPlan,
+        CrossEntropyPlan,
+    )
+    from isograd.losses.linear_plans import (
+        LinearCrossEntropyDescriptor,
+        LinearCrossEntropyGradientDescriptor,
+        LinearCrossEntropyGradientPlan,
+        LinearCrossEntropyPlan,
     )
     from isograd.parallel import get_num_threads, set_num_threads
     from isograd.plan import ErrorBound, Kernel, KernelSku, PrecisionGuarantee
@@ -111,6 +126,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BufferTooSmallError",
+    "CrossEntropyBackwardDescriptor",
+    "CrossEntropyBackwardPlan",
+    "CrossEntropyDescriptor",
+    "CrossEntropyGradientDescriptor",
+    "CrossEntropyGradientPlan",
+    "CrossEntropyPlan",
     "DeviceMismatchError",
     "DistillationLossBackwardDescriptor",
     "DistillationLossBackwardPlan",
@@ -139,6 +160,11 @@ __all__ = [
     "KlDivBackwardPlan",
     "KlDivDescriptor",
     "KlDivPlan",
+    "LinearCrossEntropyDescriptor",
+    "LinearCrossEntropyGradientDescriptor",
+    "LinearCrossEntropyGradientPlan",
+    "LinearCrossEntropyPlan",
+    "LossAccumulator",
     "MisalignedOperandError",
     "MoeCombineBackwardDescriptor",
     "MoeCombineBackwardPlan",
@@ -180,6 +206,8 @@ __all__ = [
     "expert_permutation",
     "distillation_loss",
     "distillation_loss_backward",
+    "cross_entropy",
+    "cross_entropy_backward",
     "get_num_threads",
     "gumbel_softmax",
     "gumbel_softmax_backward",
@@ -188,6 +216,7 @@ __all__ = [
     "load_balancing_loss_backward",
     "kl_div",
     "kl_div_backward",
+    "linear_cross_entropy",
     "log_softmax",
     "log_softmax_backward",
     "moe_combine",

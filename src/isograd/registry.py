@@ -37,6 +37,7 @@ _FAMILIES = (
     "isograd.losses.cross_entropy_plans",
     "isograd.losses.divergence_plans",
     "isograd.losses.simplex_plans",
+    "isograd.losses.linear_plans",
 )
 _entries: list[Entry] = []
 _lock = threading.Lock()

@@ -1,11 +1,9 @@
-"""cross_entropy and its gradient on arrays of every kind."""
+"""cross_entropy and its gradient on arrays of every kind, piece by piece; `api.py` has what a user calls."""
 
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from isograd import arrays, encoder, functional
-from isograd.errors import InvalidProblemError
+from isograd import arrays, functional
+from isograd.losses import reductions
 from isograd.losses.cross_entropy_plans import (
     CrossEntropyBackwardDescriptor,
     CrossEntropyBackwardPlan,
@@ -15,24 +13,24 @@ from isograd.losses.cross_entropy_plans import (
     CrossEntropyPlan,
 )
 from isograd.losses.cross_entropy_reference import STATE
-from isograd.losses.reductions import REDUCTIONS, divided, reduce_losses, target_total
-from isograd.plan import INDEX_DTYPES
+from isograd.plan import INDEX_DTYPES, checked_axis, checked_shape
 
 
 class Options(NamedTuple):
-    """What the functions have in common besides arrays."""
+    """The arguments besides arrays, as the user gave them."""
 
-    axis: int | None
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    reduction: str
-    count: Any
+    axis: Any = None
+    ignore_index: Any = -100
+    label_smoothing: Any = 0.0
+    z_loss: Any = 0.0
+    reduction: Any = "mean"
+    count: Any = None
 
 
 class Problem(NamedTuple):
-    """The arrays of a call, NumPy's or tensors, with the fields of its descriptors."""
+    """A call whose arguments were looked at: arrays, fields of the descriptors, and the reduction."""
 
+    operation: str
     logits: Any
     targets: Any
     weight: Any
@@ -40,113 +38,85 @@ class Problem(NamedTuple):
     row_shape: tuple[int, ...]
     work: str
     device: str
+    reduction: str
+    count: Any
+    classes: int
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """The inputs that all plans take."""
+    def inputs(self) -> dict[str, Any]:
+        """What all plans take."""
         given = {"logits": self.logits, "targets": self.targets}
         return given if self.weight is None else given | {"weight": self.weight}
 
 
-def _axis(operation: str, axis: Any, rank: int) -> int:
-    if axis is None:
-        return 1 if rank > 1 else 0
-    number = functional.integer(operation, "axis", axis)
-    if not -rank <= number < rank:
-        raise InvalidProblemError(f"{operation}: axis is {number}; logits of rank {rank} accept {-rank} to {rank - 1}")
-    return number % rank
-
-
-def _is_index(operation: str, targets: Any) -> bool:
-    if arrays.is_tensor(targets):
-        return not targets.is_floating_point()
-    return bool(targets.dtype.kind in "iub" and targets.dtype != arrays.numpy_dtype("bfloat16"))
+def _is_index(array: Any) -> bool:
+    return not array.is_floating_point() if arrays.is_tensor(array) else array.dtype.kind in "biu"
 
 
 def problem(operation: str, logits: Any, targets: Any, weight: Any, options: Options) -> Problem:
-    """Check what plans do not see: the reduction, and arrays of more than one kind."""
-    if options.reduction not in REDUCTIONS:
-        raise InvalidProblemError(
-            f'{operation}: reduction is {options.reduction!r}; accepted: {", ".join(map(repr, REDUCTIONS))}'
-        )
+    """Check what plans do not see and describe the rest to them; the arrays are NumPy's or tensors."""
+    reduction = reductions.checked_reduction(operation, options.reduction)
     device, dtype = arrays.describe(logits, operation, "logits")
     work = "float64" if dtype == "float64" else "float32"
-    shape = tuple(logits.shape)
-    axis = _axis(operation, options.axis, len(shape)) if shape else 0
-    _, target_dtype = arrays.describe(targets, operation, "targets", _is_index(operation, targets))
+    shape = checked_shape(operation, "logits", logits.shape)
+    axis = (1 if len(shape) > 1 else 0) if options.axis is None else checked_axis(operation, options.axis, shape)
+    _, target_dtype = arrays.describe(targets, operation, "targets", _is_index(targets))
     if weight is not None:
-        _, weight_dtype = arrays.describe(weight, operation, "weight")
-        if weight_dtype not in (dtype, work):
-            raise InvalidProblemError(f"{operation}: weight has dtype {weight_dtype}; accepted: {work}, {dtype}")
-        weight = functional.converted(weight, work)
-    fields = (
-        shape, dtype, target_dtype, axis, weight is not None, options.ignore_index, options.label_smoothing,
-        options.z_loss,
-    )  # fmt: skip
+        weight = reductions.checked_weight(operation, "weight", weight, dtype, work)
+    ignored = functional.integer(operation, "ignore_index", options.ignore_index)
+    smoothing = reductions.number(operation, "label_smoothing", options.label_smoothing)
+    z_loss = reductions.number(operation, "z_loss", options.z_loss)
+    count = None if options.count is None else reductions.number(operation, "count", options.count)
+    fields = (shape, dtype, target_dtype, axis, weight is not None, ignored, smoothing, z_loss)
     row_shape = shape[:axis] + shape[axis + 1 :]
-    return Problem(logits, targets, weight, fields, row_shape, work, device)
+    given = (operation, logits, targets, weight, fields, row_shape, work, device)
+    return Problem(*given, reduction, count, shape[axis])
 
 
-def upstream(operation: str, given: Problem, dlosses: Any, options: Options) -> Any:
-    """The gradient of every row's loss: `dlosses`, for a mean over its divisor, in the rows' shape."""
-    if isinstance(dlosses, (int, float)) and not isinstance(dlosses, bool):
-        dlosses = functional.full((), dlosses, given.work, given.logits)
-    else:
-        _, dtype = arrays.describe(dlosses, operation, "dloss")
-        if dtype != given.work:
-            raise InvalidProblemError(f"{operation}: dloss has dtype {dtype}; expected {given.work}")
-    shape = tuple(dlosses.shape)
-    if shape not in ((), given.row_shape) or (options.reduction != "none" and shape != ()):
-        expected = "()" if options.reduction != "none" else f"() or {given.row_shape}"
-        raise InvalidProblemError(f"{operation}: dloss has shape {shape}; expected {expected}")
-    if options.reduction == "mean":
-        dlosses = divided(dlosses, _divisor(operation, given, options))
-    return functional.expanded(dlosses, given.row_shape)
+def _divisor(given: Problem) -> Any:
+    """What a mean divides by."""
+    if given.count is not None:
+        return reductions.scalar(given.count, given.work, given.logits)
+    if given.fields[2] not in INDEX_DTYPES:
+        return reductions.scalar(arrays.size_of(given.row_shape), given.work, given.logits)
+    ignore_index = given.fields[5]
+    return reductions.target_total(
+        given.operation, given.targets, given.weight, given.classes, ignore_index, given.work
+    )
 
 
-def _divisor(operation: str, given: Problem, options: Options) -> Any:
-    if options.count is not None:
-        return functional.full((), _count(operation, options.count), given.work, given.logits)
-    by_index = given.fields[2] in INDEX_DTYPES
-    rows = arrays.size_of(given.row_shape)
-    if not by_index:
-        return functional.full((), rows, given.work, given.logits)
-    return target_total(given.targets, given.weight, given.fields[0][given.fields[3]], options.ignore_index, given.work)
+def row_gradients(given: Problem, dloss: Any) -> Any:
+    """The gradient of every row's loss from that of the reduced loss, in the rows' shape."""
+    about = (given.work, given.logits, given.row_shape, given.reduction)
+    return reductions.row_gradients(given.operation, dloss, *about, lambda: _divisor(given))
 
 
-def _count(operation: str, count: Any) -> float:
-    if isinstance(count, bool) or not isinstance(count, (int, float, np.integer, np.floating)):
-        raise InvalidProblemError(f"{operation}: count is {count!r}; expected a number")
-    return float(count)
-
-
-def forward(operation: str, given: Problem) -> tuple[Any, Any]:
+def forward(given: Problem) -> tuple[Any, Any]:
     """(losses, state) of the rows."""
+    plan = functional.plan(CrossEntropyPlan, CrossEntropyDescriptor(*given.fields), given.device)
     losses = functional.empty(given.row_shape, given.work, given.logits)
     state = functional.empty((STATE, *given.row_shape), given.work, given.logits)
-    plan = functional.plan(CrossEntropyPlan, CrossEntropyDescriptor(*given.fields), given.device)
-    return functional.run(plan, **given.arguments, losses=losses, state=state)  # type: ignore[no-any-return]
+    result: tuple[Any, Any] = functional.run(plan, **given.inputs, losses=losses, state=state)
+    return result
 
 
 def backward(given: Problem, dlosses: Any, state: Any, out: Any = None) -> Any:
-    """The gradient of the logits from the gradients of the rows' losses."""
-    dlogits = functional.empty(given.fields[0], given.fields[1], given.logits) if out is None else out
+    """The gradient of the logits from those of the rows' losses."""
     plan = functional.plan(CrossEntropyBackwardPlan, CrossEntropyBackwardDescriptor(*given.fields), given.device)
-    return functional.run(plan, **given.arguments, dlosses=dlosses, state=state, dlogits=dlogits)
+    dlogits = functional.empty(given.fields[0], given.fields[1], given.logits) if out is None else out
+    return functional.run(plan, **given.inputs, dlosses=dlosses, state=state, dlogits=dlogits)
 
 
 def fused(given: Problem, dlosses: Any, out: Any = None) -> tuple[Any, Any]:
-    """(losses, gradient of the logits) in one pass."""
+    """(losses, gradient of the logits) at once."""
+    plan = functional.plan(CrossEntropyGradientPlan, CrossEntropyGradientDescriptor(*given.fields), given.device)
     losses = functional.empty(given.row_shape, given.work, given.logits)
     dlogits = functional.empty(given.fields[0], given.fields[1], given.logits) if out is None else out
-    plan = functional.plan(CrossEntropyGradientPlan, CrossEntropyGradientDescriptor(*given.fields), given.device)
-    return functional.run(plan, **given.arguments, dlosses=dlosses, losses=losses, dlogits=dlogits)  # type: ignore[no-any-return]
+    result: tuple[Any, Any] = functional.run(plan, **given.inputs, dlosses=dlosses, losses=losses, dlogits=dlogits)
+    return result
 
 
-def reduced(operation: str, given: Problem, losses: Any, options: Options) -> Any:
-    """The losses after the reduction."""
-    if options.reduction == "none":
-        return losses
-    encoder.refuse(operation, f'reduction is "{options.reduction}"')
-    total = reduce_losses(losses)
-    return total if options.reduction == "sum" else divided(total, _divisor(operation, given, options))
+def reduced(given: Problem, losses: Any) -> Any:
+    """The losses after the reduction, of the logits' kind."""
+    about = (given.work, given.logits, given.reduction)
+    return reductions.reduced(given.operation, losses, *about, lambda: _divisor(given))

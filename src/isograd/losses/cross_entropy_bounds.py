@@ -45,18 +45,24 @@ class _Work:
 
 
 def _row_parts(
-    logits: Floats, targets: Floats, weight: Floats | None, axis: int, ignore_index: int, label_smoothing: float
+    logits: Floats,
+    targets: Floats,
+    weight: Floats | None,
+    axis: int,
+    ignore_index: int,
+    label_smoothing: float,
+    dtype: str,
 ) -> tuple[Exact, Floats, _Work]:
     """(the exact quantities, the bound λ of every row's logsumexp, constants)."""
     exact = reference.exact(logits, targets, weight, axis, ignore_index, label_smoothing)
-    work = _Work(logits.dtype.name, logits.shape[axis])
+    work = _Work(dtype, logits.shape[axis])
     m = np.moveaxis(logits, axis, -1).reshape(-1, logits.shape[axis]).astype(_WIDE).max(axis=-1)
     lse = np.abs(exact.lse)
     bound = work.delta * np.abs(exact.lse - m) + 4 * work.u * (lse + np.abs(m)) + work.exponentials
     return exact, bound, work
 
 
-def _losses(
+def losses_bound(
     logits: Floats,
     targets: Floats,
     weight: Floats | None = None,
@@ -64,9 +70,12 @@ def _losses(
     ignore_index: int = IGNORE_INDEX,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    dtype: str | None = None,
 ) -> tuple[Floats, None]:
+    """The bound of the losses; `dtype` is the storage type where the logits are given in a wider one."""
     with np.errstate(all="ignore"):
-        parts, of_lse, work = _row_parts(logits, targets, weight, axis, ignore_index, label_smoothing)
+        name = dtype or logits.dtype.name
+        parts, of_lse, work = _row_parts(logits, targets, weight, axis, ignore_index, label_smoothing, name)
         q = np.abs(parts.q)
         products = np.where(q == 0, 0, q * np.abs(parts.lp))
         all_q, all_products = q.sum(axis=-1), products.sum(axis=-1)
@@ -81,7 +90,7 @@ def _losses(
         return np.where(parts.kept, bound, 0).reshape(shape), None
 
 
-def _gradient(
+def gradient_bound(
     dlosses: Floats,
     logits: Floats,
     targets: Floats,
@@ -91,10 +100,12 @@ def _gradient(
     ignore_index: int = IGNORE_INDEX,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    dtype: str | None = None,
 ) -> Floats:
-    name = logits.dtype.name
+    """The bound of the gradient; `dtype` as above."""
+    name = dtype or logits.dtype.name
     with np.errstate(all="ignore"):
-        parts, of_lse, work = _row_parts(logits, targets, weight, axis, ignore_index, label_smoothing)
+        parts, of_lse, work = _row_parts(logits, targets, weight, axis, ignore_index, label_smoothing, name)
         g = np.abs(np.ascontiguousarray(dlosses).reshape(-1, 1).astype(_WIDE))
         p, q = np.exp(parts.lp), np.abs(parts.q)
         all_q = q.sum(axis=-1)
@@ -116,15 +127,15 @@ def _gradient(
 def _both(
     dlosses: Floats, logits: Floats, targets: Floats, weight: Floats | None = None, **options: Any
 ) -> tuple[Floats, Floats]:
-    losses, _ = _losses(logits, targets, weight, **options)
-    return losses, _gradient(dlosses, logits, targets, None, weight, **options)
+    losses, _ = losses_bound(logits, targets, weight, **options)
+    return losses, gradient_bound(dlosses, logits, targets, None, weight, **options)
 
 
 _LOSS = "(δ + 8u)·T + n·q·D + n·2^-44·(T + D) + z·(2|lse|·λ + λ² + 4u·lse²) + η"
 _GRADIENT = "|g·a|·(δ + n·q + 8u)·p + |g|·(p·A + 8u·|d|) + ulp(dx)/2 + 4η·(1 + |g|·(1 + |a|))"
 _BOUNDS: dict[str, tuple[str, Any]] = {
-    "cross_entropy": (_LOSS, _losses),
-    "cross_entropy_backward": (_GRADIENT, _gradient),
+    "cross_entropy": (_LOSS, losses_bound),
+    "cross_entropy_backward": (_GRADIENT, gradient_bound),
     "cross_entropy_gradient": (f"losses: {_LOSS}; gradient: {_GRADIENT}", _both),
 }
 

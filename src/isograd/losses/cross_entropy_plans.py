@@ -313,7 +313,7 @@ class RowKernels:
             tile, outer = LANES, shape[:-1] or (1,)
             outer_steps = [np.array(steps[i][:-1] or (0,), np.int64) for i in (0, dx)]
             self._head: tuple[Any, ...] = (like, address(logits), address(targets), address(weight))
-            ends = (strides[0][axis], strides[dx][axis])
+            ends: tuple[int, ...] = (strides[0][axis], strides[dx][axis])
             self._walk: tuple[Any, ...] = (
                 np.array(outer, np.int64), *outer_steps, rows, shape[-1], classes, *ends
             )  # fmt: skip

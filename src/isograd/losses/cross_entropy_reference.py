@@ -98,7 +98,7 @@ def _losses(lp: Floats, lse: Floats, targets: _Targets, weight: Floats | None, o
             loss = options.keep * loss + options.spread * (zero - everything)
     if options.z:
         loss = loss + options.z * (lse * lse)
-    return np.where(targets.kept, loss, zero)
+    return np.asarray(np.where(targets.kept, loss, zero))
 
 
 def _forward(

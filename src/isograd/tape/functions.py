@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd.errors import InvalidProblemError
+from isograd.losses.cross_entropy import Options
+from isograd.losses.linear_cross_entropy import LinearOptions
 from isograd.router import api as router
-from isograd.tape import router_rules, rules
+from isograd.tape import loss_rules, router_rules, rules
 from isograd.tape.variable import Operand, Variable, apply
 
 
@@ -79,6 +81,29 @@ def softmax(x: Variable, axis: int = -1) -> Variable:
 def log_softmax(x: Variable, axis: int = -1) -> Variable:
     """The logarithm of softmax over an axis."""
     return apply(rules.log_softmax, x, axis=axis)
+
+
+def cross_entropy(x: Variable, targets: Any, weight: Any = None, **options: Any) -> Variable:
+    """Cross entropy of logits and targets, NumPy arrays that get no gradient; options as of `isograd.cross_entropy`."""
+    if not isinstance(x, Variable):
+        raise InvalidProblemError(f"cross_entropy: logits are {type(x).__name__}; only they may be a variable")
+    given = Options(**options)
+    return apply(loss_rules.cross_entropy, x, targets=targets, weight=weight, options=given)
+
+
+def linear_cross_entropy(
+    hidden: Operand,
+    weight: Operand,
+    targets: Any,
+    bias: Operand | None = None,
+    *,
+    class_weight: Any = None,
+    **options: Any,
+) -> Variable:
+    """Cross entropy of `hidden @ weight^T + bias`; options as of `isograd.linear_cross_entropy`."""
+    operands = (hidden, weight) if bias is None else (hidden, weight, bias)
+    given = LinearOptions(**options)
+    return apply(loss_rules.linear_cross_entropy, *operands, targets=targets, class_weight=class_weight, options=given)
 
 
 def sum(x: Variable, axis: rules.Axes = None, keepdims: bool = False) -> Variable:  # noqa: A001 - NumPy's name
