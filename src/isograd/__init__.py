@@ -17,6 +17,16 @@ with default_environment():
         UnsupportedError,
         WorkspaceTooSmallError,
     )
+    from isograd.losses.accumulator import LossAccumulator
+    from isograd.losses.api import cross_entropy, cross_entropy_backward, linear_cross_entropy
+    from isograd.losses.cross_entropy_plans import (
+        CrossEntropyBackwardDescriptor,
+        CrossEntropyBackwardPlan,
+        CrossEntropyDescriptor,
+        CrossEntropyGradientDescriptor,
+        CrossEntropyGradientPlan,
+        CrossEntropyPlan,
+    )
     from isograd.losses.divergence_api import (
         distillation_loss,
         distillation_loss_backward,
@@ -33,6 +43,12 @@ with default_environment():
         KlDivDescriptor,
         KlDivPlan,
     )
+    from isograd.losses.linear_plans import (
+        LinearCrossEntropyDescriptor,
+        LinearCrossEntropyGradientDescriptor,
+        LinearCrossEntropyGradientPlan,
+        LinearCrossEntropyPlan,
+    )
     from isograd.losses.simplex_api import (
         gumbel_softmax,
         gumbel_softmax_backward,
@@ -48,21 +64,6 @@ with default_environment():
         SparsemaxBackwardPlan,
         SparsemaxDescriptor,
         SparsemaxPlan,
-    from isograd.losses.accumulator import LossAccumulator
-    from isograd.losses.api import cross_entropy, cross_entropy_backward, linear_cross_entropy
-    from isograd.losses.cross_entropy_plans import (
-        CrossEntropyBackwardDescriptor,
-        CrossEntropyBackwardPlan,
-        CrossEntropyDescriptor,
-        CrossEntropyGradientDescriptor,
-        CrossEntropyGradientPlan,
-        CrossEntropyPlan,
-    )
-    from isograd.losses.linear_plans import (
-        LinearCrossEntropyDescriptor,
-        LinearCrossEntropyGradientDescriptor,
-        LinearCrossEntropyGradientPlan,
-        LinearCrossEntropyPlan,
     )
     from isograd.parallel import get_num_threads, set_num_threads
     from isograd.plan import ErrorBound, Kernel, KernelSku, PrecisionGuarantee
@@ -152,10 +153,6 @@ __all__ = [
     "IsogradError",
     "Kernel",
     "KernelSku",
-    "LoadBalancingLossBackwardDescriptor",
-    "LoadBalancingLossBackwardPlan",
-    "LoadBalancingLossDescriptor",
-    "LoadBalancingLossPlan",
     "KlDivBackwardDescriptor",
     "KlDivBackwardPlan",
     "KlDivDescriptor",
@@ -164,6 +161,10 @@ __all__ = [
     "LinearCrossEntropyGradientDescriptor",
     "LinearCrossEntropyGradientPlan",
     "LinearCrossEntropyPlan",
+    "LoadBalancingLossBackwardDescriptor",
+    "LoadBalancingLossBackwardPlan",
+    "LoadBalancingLossDescriptor",
+    "LoadBalancingLossPlan",
     "LossAccumulator",
     "MisalignedOperandError",
     "MoeCombineBackwardDescriptor",
@@ -202,21 +203,21 @@ __all__ = [
     "UnsupportedError",
     "Variable",
     "WorkspaceTooSmallError",
-    "expert_counts",
-    "expert_permutation",
-    "distillation_loss",
-    "distillation_loss_backward",
     "cross_entropy",
     "cross_entropy_backward",
+    "distillation_loss",
+    "distillation_loss_backward",
+    "expert_counts",
+    "expert_permutation",
     "get_num_threads",
     "gumbel_softmax",
     "gumbel_softmax_backward",
     "kernels",
-    "load_balancing_loss",
-    "load_balancing_loss_backward",
     "kl_div",
     "kl_div_backward",
     "linear_cross_entropy",
+    "load_balancing_loss",
+    "load_balancing_loss_backward",
     "log_softmax",
     "log_softmax_backward",
     "moe_combine",
@@ -233,8 +234,8 @@ __all__ = [
     "set_num_threads",
     "softmax",
     "softmax_backward",
-    "top_k",
     "sparsemax",
     "sparsemax_backward",
+    "top_k",
     "unregister_kernel",
 ]
