@@ -18,7 +18,15 @@ except ImportError as error:
 
 from isograd.torch.functional import log_softmax, log_softmax_backward, softmax, softmax_backward
 from isograd.torch.indexing import embedding, gather, index_add, index_select, scatter_add, take_along_dim, topk
-from isograd.torch.modules import LogSoftmax, Softmax
+from isograd.torch.losses import (
+    cross_entropy,
+    distillation_loss,
+    gumbel_softmax,
+    kl_div,
+    linear_cross_entropy,
+    sparsemax,
+)
+from isograd.torch.modules import CrossEntropyLoss, KLDivLoss, LogSoftmax, Softmax
 from isograd.torch.routing import (
     expert_counts,
     expert_permutation,
@@ -31,16 +39,23 @@ from isograd.torch.routing import (
 from isograd.torch.switch import Report, Switch, use
 
 __all__ = [
+    "CrossEntropyLoss",
+    "KLDivLoss",
     "LogSoftmax",
     "Report",
     "Softmax",
     "Switch",
+    "cross_entropy",
+    "distillation_loss",
     "embedding",
     "expert_counts",
     "expert_permutation",
     "gather",
+    "gumbel_softmax",
     "index_add",
     "index_select",
+    "kl_div",
+    "linear_cross_entropy",
     "load_balancing_loss",
     "log_softmax",
     "log_softmax_backward",
@@ -51,6 +66,7 @@ __all__ = [
     "scatter_add",
     "softmax",
     "softmax_backward",
+    "sparsemax",
     "take_along_dim",
     "topk",
     "use",

@@ -36,7 +36,7 @@ class Gradient(NamedTuple):
     """The derivatives of an operator.
 
     save: (node, inputs, output) -> the tensors that the derivatives read, each an input, an output or None; anything
-    else that they need becomes an attribute of the node.
+    else that they need becomes an attribute of the node. `node.mark_non_differentiable(output)` where one has none.
     backward: (node, saved, *gradients of the outputs) -> the gradients of the inputs, None for what has none; those at
     the end may be left out. `node.needs_input_grad` says which are asked for. The gradient of an output that nothing
     used is zeros, or None where the operator has several outputs.
