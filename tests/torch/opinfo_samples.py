@@ -1,5 +1,6 @@
 """Torch's own samples (OpInfo) judge isograd's operators: values, gradients, second derivatives, error inputs."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -7,8 +8,20 @@ pytest.importorskip("torch.testing._internal.common_methods_invocations", reason
 from torch.testing._internal.common_methods_invocations import op_db
 
 import isograd as ig
+from isograd import arrays
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def numpy(tensor):
+    """A tensor as NumPy sees it."""
+    return arrays.numpy_view(tensor.detach())
+
+
+def same_bits(tensor, other):
+    """Whether a tensor has the bits of an array or of another tensor, both in C order."""
+    array = numpy(other.contiguous()) if isinstance(other, torch.Tensor) else np.ascontiguousarray(other)
+    return numpy(tensor.contiguous()).tobytes() == array.tobytes()
 
 
 def entry(name, variant=""):

@@ -1,15 +1,14 @@
 """topk, the router, permutation, combination and auxiliary losses as torch operators."""
 
-import numpy as np
 import opinfo_samples as samples
 import pytest
+from opinfo_samples import numpy, same_bits
 
 pytest.importorskip("torch.library", reason="needs torch")
 import torch
 
 import isograd as ig
 import isograd.torch as igt
-from isograd import arrays
 from isograd.torch import ops_moe, ops_router
 
 OPTIONS = [
@@ -18,14 +17,6 @@ OPTIONS = [
     {"scoring": "sigmoid"},
     {"scoring": "sigmoid", "renormalize": True, "groups": 2, "group_k": 1, "scale": 0.5},
 ]
-
-
-def numpy(tensor):
-    return arrays.numpy_view(tensor.detach())
-
-
-def same_bits(tensor, array):
-    return numpy(tensor.contiguous()).tobytes() == np.ascontiguousarray(array).tobytes()
 
 
 def logits_of(dtype, seed=0, tokens=6):

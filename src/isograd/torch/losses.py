@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from isograd.errors import UnsupportedError
-from isograd.losses.promises import checked_integer, checked_scale
+from isograd.losses.promises import checked_integer
 from isograd.losses.reductions import number
 from isograd.torch.indexing import enter
 from isograd.torch.ops_cross_entropy import CROSS_ENTROPY
 from isograd.torch.ops_divergence import DISTILLATION_LOSS, KL_DIV
 from isograd.torch.ops_linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from isograd.torch.ops_simplex import GUMBEL_SOFTMAX, SPARSEMAX
-from isograd.torch.tensors import NAMES, checked_index, integer, refuse, require_dense, require_tensor
+from isograd.torch.tensors import checked_index, integer, refuse, require_dense, require_tensor
 
 
 def _is_narrow(tensor: Tensor) -> bool:
@@ -171,7 +171,7 @@ def distillation_loss(
     teacher = _constant(name, teacher, "teacher")  # type: ignore[assignment]
     if indices is not None:
         indices = checked_index(name, indices, "indices")
-    scale = checked_scale(name, "temperature", temperature, NAMES[student.dtype])
+    scale = number(name, "temperature", temperature)
     return DISTILLATION_LOSS(student, teacher, scale, indices, reduction)  # type: ignore[no-any-return]
 
 
@@ -189,7 +189,7 @@ def gumbel_softmax(
     name = "gumbel_softmax"
     enter(name)
     require_dense(name, logits, "logits")
-    scale = checked_scale(name, "tau", tau, NAMES[logits.dtype])
+    scale = number(name, "tau", tau)
     words = [checked_integer(name, key, value, 64) for key, value in (("seed", seed), ("offset", offset))]
     words = [word - (1 << 64) if word >> 63 else word for word in words]
     return GUMBEL_SOFTMAX(logits, scale, bool(hard), integer(name, "dim", dim), *words)  # type: ignore[no-any-return]

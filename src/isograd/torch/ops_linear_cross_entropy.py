@@ -168,7 +168,10 @@ def _linear_backward(
 def _save_linear(node: Any, inputs: Saved, output: Saved) -> Saved:
     *tensors, node.gradient = inputs
     node.options = tensors[5:]
-    return tuple(output[1:]) if node.gradient else tuple(tensors[:5])
+    if node.gradient:
+        return tuple(output[1:])
+    node.mark_non_differentiable(*output[1:])
+    return tuple(tensors[:5])
 
 
 def _refuse_second(*args: Any) -> Any:
