@@ -47,6 +47,8 @@ def scatter_sum(shape: tuple[int, ...], indices: Array, values: Array, axis: int
     places = np.moveaxis(normalized(indices, shape[axis]), axis, -1)
     terms = np.moveaxis(values, axis, -1)
     for line in np.ndindex(lines.shape[:-1]):
+        if places.shape[-1] == 0:
+            continue
         p = ref.widen(np.ascontiguousarray(terms[line]))
         order = np.argsort(places[line], kind="stable")
         destinations, starts = np.unique(places[line][order], return_index=True)
@@ -96,6 +98,16 @@ def exact_sum(terms: Array) -> Any:
     head = math.fsum(scaled)
     total = _WIDE(head) + _WIDE(math.fsum([*scaled, -head]))
     return total if scaled == wide.tolist() else np.ldexp(total, 64)
+
+
+def oracle_take_along_axis(x: Array, indices: Array, axis: int = -1) -> Array:
+    """The values in the wide type."""
+    return take_along_axis(x, indices, axis).astype(_WIDE)
+
+
+def oracle_index_select(weight: Array, indices: Array) -> Array:
+    """The rows in the wide type."""
+    return index_select(weight, indices).astype(_WIDE)
 
 
 def oracle_scatter_sum(

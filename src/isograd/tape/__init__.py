@@ -1,7 +1,8 @@
 """Reverse-mode differentiation for plain arrays.
 
-`rules.py` has the operations on arrays, `variable.py` the values and how an operation is applied to them,
-`recording.py` the tape with checkpoints and the walk backwards, `functions.py` the operations as functions.
+`rules.py` has the operations on arrays and `gather_rules.py` those of the gather family, `variable.py` the values and
+how an operation is applied to them, `recording.py` the tape with checkpoints and the walk backwards, `functions.py` the
+operations as functions.
 """
 
 from isograd.tape.functions import (
@@ -9,6 +10,7 @@ from isograd.tape.functions import (
     concatenate,
     cross_entropy,
     div,
+    embedding,
     exp,
     getitem,
     load_balancing_loss,
@@ -26,12 +28,15 @@ from isograd.tape.functions import (
     renormalize,
     reshape,
     router_z_loss,
+    scatter_sum,
+    segment_sum,
     silu,
     softmax,
     sqrt,
     sub,
     sum,  # noqa: A004 - NumPy's name
     top_k,
+    take_along_axis,
     transpose,
 )
 from isograd.tape.recording import Tape
@@ -44,6 +49,7 @@ __all__ = [
     "concatenate",
     "cross_entropy",
     "div",
+    "embedding",
     "exp",
     "getitem",
     "load_balancing_loss",
@@ -61,11 +67,14 @@ __all__ = [
     "renormalize",
     "reshape",
     "router_z_loss",
+    "scatter_sum",
+    "segment_sum",
     "silu",
     "softmax",
     "sqrt",
     "sub",
     "sum",
     "top_k",
+    "take_along_axis",
     "transpose",
 ]
