@@ -17,6 +17,26 @@ with default_environment():
         UnsupportedError,
         WorkspaceTooSmallError,
     )
+    from isograd.gather.api import (
+        embedding,
+        embedding_backward,
+        scatter_sum,
+        segment_sum,
+        take_along_axis,
+        take_along_axis_backward,
+    )
+    from isograd.gather.plans import (
+        IndexSelectDescriptor,
+        IndexSelectPlan,
+        IndexSumDescriptor,
+        IndexSumPlan,
+        ScatterSumDescriptor,
+        ScatterSumPlan,
+        TakeAlongAxisBackwardDescriptor,
+        TakeAlongAxisBackwardPlan,
+        TakeAlongAxisDescriptor,
+        TakeAlongAxisPlan,
+    )
     from isograd.losses.accumulator import LossAccumulator
     from isograd.losses.api import cross_entropy, cross_entropy_backward, linear_cross_entropy
     from isograd.losses.cross_entropy_plans import (
@@ -64,25 +84,6 @@ with default_environment():
         SparsemaxBackwardPlan,
         SparsemaxDescriptor,
         SparsemaxPlan,
-    from isograd.gather.api import (
-        embedding,
-        embedding_backward,
-        scatter_sum,
-        segment_sum,
-        take_along_axis,
-        take_along_axis_backward,
-    )
-    from isograd.gather.plans import (
-        IndexSelectDescriptor,
-        IndexSelectPlan,
-        IndexSumDescriptor,
-        IndexSumPlan,
-        ScatterSumDescriptor,
-        ScatterSumPlan,
-        TakeAlongAxisBackwardDescriptor,
-        TakeAlongAxisBackwardPlan,
-        TakeAlongAxisDescriptor,
-        TakeAlongAxisPlan,
     )
     from isograd.parallel import get_num_threads, set_num_threads
     from isograd.plan import ErrorBound, Kernel, KernelSku, PrecisionGuarantee
@@ -236,10 +237,10 @@ __all__ = [
     "cross_entropy_backward",
     "distillation_loss",
     "distillation_loss_backward",
-    "expert_counts",
-    "expert_permutation",
     "embedding",
     "embedding_backward",
+    "expert_counts",
+    "expert_permutation",
     "get_num_threads",
     "gumbel_softmax",
     "gumbel_softmax_backward",
@@ -262,18 +263,15 @@ __all__ = [
     "renormalize_backward",
     "router_z_loss",
     "router_z_loss_backward",
-    "set_num_threads",
-    "softmax",
-    "softmax_backward",
-    "sparsemax",
-    "sparsemax_backward",
-    "top_k",
     "scatter_sum",
     "segment_sum",
     "set_num_threads",
     "softmax",
     "softmax_backward",
+    "sparsemax",
+    "sparsemax_backward",
     "take_along_axis",
     "take_along_axis_backward",
+    "top_k",
     "unregister_kernel",
 ]
