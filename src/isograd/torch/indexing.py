@@ -42,7 +42,7 @@ def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False)
     enter("gather")
     require_dense("gather", input, "input")
     index = checked_index("gather", index, "index")
-    refuse("gather", sparse_grad=sparse_grad)
+    refuse("gather", False, sparse_grad=sparse_grad)
     return GATHER(input, integer("gather", "dim", dim), index)  # type: ignore[no-any-return]
 
 
@@ -153,7 +153,8 @@ def embedding(
     enter(name)
     input = checked_index(name, input, "input")  # noqa: A001
     require_dense(name, weight, "weight")
-    refuse(name, max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+    refuse(name, None, max_norm=max_norm)
+    refuse(name, False, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
     if padding_idx is None:
         return EMBEDDING(weight, input)  # type: ignore[no-any-return]
     row: Any = integer(name, "padding_idx", padding_idx)

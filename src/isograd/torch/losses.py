@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isograd.errors import UnsupportedError
+from isograd.errors import InvalidProblemError, UnsupportedError
 from isograd.losses.promises import checked_integer
 from isograd.losses.reductions import number
 from isograd.torch.indexing import enter
@@ -63,9 +63,11 @@ def cross_entropy(
     enter(name)
     require_dense(name, input, "input")
     require_tensor(name, target, "target")
-    refuse(name, size_average=size_average, reduce=reduce)
+    refuse(name, None, size_average=size_average, reduce=reduce)
     if not target.is_floating_point():
         target = checked_index(name, target, "target")
+    elif ignore_index >= 0:
+        raise InvalidProblemError(f"{name}: ignore_index is {ignore_index} for probabilities, which name no class")
     options: tuple[Any, ...] = (
         integer(name, "ignore_index", ignore_index),
         number(name, "label_smoothing", label_smoothing),
@@ -148,7 +150,7 @@ def kl_div(
     enter("kl_div")
     require_dense("kl_div", input, "input")
     require_dense("kl_div", target, "target")
-    refuse("kl_div", size_average=size_average, reduce=reduce)
+    refuse("kl_div", None, size_average=size_average, reduce=reduce)
     return KL_DIV(input, target, reduction, bool(log_target), _is_narrow(input))  # type: ignore[no-any-return]
 
 

@@ -43,7 +43,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         *,
         z_loss: float = 0.0,
     ) -> None:
-        refuse("cross_entropy", size_average=size_average, reduce=reduce)
+        refuse("cross_entropy", None, size_average=size_average, reduce=reduce)
         super().__init__(weight, None, ignore_index, None, reduction, label_smoothing)
         self.z_loss = z_loss
 
@@ -66,7 +66,7 @@ class KLDivLoss(torch.nn.KLDivLoss):
     def __init__(
         self, size_average: None = None, reduce: None = None, reduction: str = "mean", log_target: bool = False
     ) -> None:
-        refuse("kl_div", size_average=size_average, reduce=reduce)
+        refuse("kl_div", None, size_average=size_average, reduce=reduce)
         super().__init__(None, None, reduction, log_target)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:  # noqa: A002

@@ -59,11 +59,11 @@ def integer(operation: str, name: str, value: Any) -> int:
         raise InvalidProblemError(f"{operation}: {name} is {value!r}; expected an integer") from error
 
 
-def refuse(operation: str, **given: Any) -> None:
-    """Raise for the first of torch's arguments that is in use; each must be what it is when it is not."""
+def refuse(operation: str, default: bool | None, **given: Any) -> None:
+    """Raise for the first of torch's arguments that is not what it is by default: no operator here serves it."""
     for name, value in given.items():
-        if value is not None and value is not False:
-            raise UnsupportedError(f"{operation}: {name} is {value!r}; accepted: {name} left at its default")
+        if value is not default and (default is None or value):
+            raise UnsupportedError(f"{operation}: {name} is {value!r}; accepted: {default}")
 
 
 # --- what operators get: tensors -------------------------------------------------------------------------------------
