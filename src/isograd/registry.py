@@ -29,7 +29,16 @@ class Entry(NamedTuple):
 
 
 # A family registers its kernels when its plans module is imported.
-_FAMILIES = ("isograd.softmax.plans", "isograd.softmax.cuda")
+_FAMILIES = (
+    "isograd.softmax.plans",
+    "isograd.softmax.cuda",
+    "isograd.gather.plans",
+    "isograd.router.plans",
+    "isograd.losses.cross_entropy_plans",
+    "isograd.losses.divergence_plans",
+    "isograd.losses.simplex_plans",
+    "isograd.losses.linear_plans",
+)
 _entries: list[Entry] = []
 _lock = threading.Lock()
 _generation = 0

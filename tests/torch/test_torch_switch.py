@@ -48,7 +48,7 @@ def test_every_spelling_is_replaced():
         "torch.Tensor.log_softmax": 1,
     }
     assert "torch.Tensor.softmax" in str(report)
-    assert str(igt.use().report()) == "no softmax was called"
+    assert str(igt.use().report()) == "nothing was called that isograd computes"
 
 
 def test_functions_that_call_softmax_are_replaced_inside():
@@ -85,8 +85,6 @@ def test_what_cannot_be_served_is_left_to_torch_and_listed():
         assert torch.softmax(torch.ones([1] * 9), 0).dim() == 9
         assert isinstance(torch.softmax(x.as_subclass(Subclass), 0), Subclass)
         torch.sparse.softmax(x.to_sparse(), 1)
-        F.cross_entropy(x, torch.zeros(2, dtype=torch.int64))
-        torch.nn.CrossEntropyLoss()(x, torch.zeros(2, dtype=torch.int64))
         F.scaled_dot_product_attention(*torch.randn(3, 1, 1, 4, 8))
         F.softmax(x)  # without a dim torch guesses one
     report = switch.report()
@@ -94,13 +92,109 @@ def test_what_cannot_be_served_is_left_to_torch_and_listed():
     assert report.not_replaced == {
         "torch.softmax": 5,
         "torch.sparse.softmax": 1,
-        "torch.nn.functional.cross_entropy": 2,
         "torch.nn.functional.scaled_dot_product_attention": 1,
     }
     reasons = "\n".join(line.reason for line in report.lines if not line.replaced)
     for part in ("dtype torch.int64", "dim is 5", "dtype torch.float8_e5m2", "rank 9", "Subclass", "fused operation"):
         assert part in reasons
     assert "left to torch: " in str(report)
+
+
+def test_indexing_and_losses_are_replaced():
+    x, index = torch.randn(3, 4), torch.tensor([[0, 2, 2], [1, 1, 3], [3, 0, 0]])
+    rows, targets = torch.tensor([2, 0, 2]), torch.tensor([1, 0, 3])
+    weight, p = torch.rand(4), torch.softmax(torch.randn(3, 4), -1)
+    calls = {
+        "torch.gather": (lambda: torch.gather(x, 1, index), igt.gather(x, 1, index)),
+        "torch.Tensor.gather": (lambda: x.gather(dim=1, index=index), igt.gather(x, 1, index)),
+        "torch.take_along_dim": (lambda: torch.take_along_dim(x, index, 1), igt.take_along_dim(x, index, 1)),
+        "torch.Tensor.take_along_dim": (lambda: x.take_along_dim(index), igt.take_along_dim(x, index)),
+        "torch.scatter_add": (lambda: torch.scatter_add(x, 1, index, p), igt.scatter_add(x, 1, index, p)),
+        "torch.Tensor.scatter_add": (lambda: x.scatter_add(1, index, src=p), igt.scatter_add(x, 1, index, p)),
+        "torch.Tensor.scatter_add_": (lambda: x.clone().scatter_add_(1, index, p), igt.scatter_add(x, 1, index, p)),
+        "torch.index_add": (lambda: torch.index_add(x, 0, rows, p, alpha=2), igt.index_add(x, 0, rows, p, alpha=2)),
+        "torch.Tensor.index_add": (lambda: x.index_add(0, rows, p), igt.index_add(x, 0, rows, p)),
+        "torch.Tensor.index_add_": (lambda: x.clone().index_add_(0, rows, p), igt.index_add(x, 0, rows, p)),
+        "torch.index_select": (lambda: torch.index_select(x, 0, rows), igt.index_select(x, 0, rows)),
+        "torch.Tensor.index_select": (lambda: x.index_select(0, rows), igt.index_select(x, 0, rows)),
+        "torch.topk": (lambda: torch.topk(x, 2).values, igt.topk(x, 2).values),
+        "torch.Tensor.topk": (lambda: x.topk(2, 0)[1], igt.topk(x, 2, 0).indices),
+        "torch.nn.functional.embedding": (
+            lambda: F.embedding(rows, x, padding_idx=0) + torch.nn.Embedding.from_pretrained(x)(rows),
+            2 * igt.embedding(rows, x),
+        ),
+        "torch.nn.functional.cross_entropy": (
+            lambda: F.cross_entropy(x, targets, weight) + torch.nn.CrossEntropyLoss(label_smoothing=0.1)(x, p),
+            igt.cross_entropy(x, targets, weight) + igt.cross_entropy(x, p, label_smoothing=0.1),
+        ),
+        "torch.nn.functional.kl_div": (
+            lambda: F.kl_div(x, p, reduction="sum") + torch.nn.KLDivLoss(reduction="batchmean")(x, p),
+            igt.kl_div(x, p, reduction="sum") + igt.kl_div(x, p, reduction="batchmean"),
+        ),
+    }
+    for name, (call, expected) in calls.items():
+        with igt.use() as switch:
+            assert torch.equal(call(), expected), name
+        assert list(switch.report().replaced) == [name]
+        assert not switch.report().not_replaced
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_indexing_and_losses_that_are_left_to_torch():
+    class Subclass(torch.Tensor):
+        pass
+
+    x, index = torch.randn(3, 4), torch.tensor([[0, 2], [1, 1], [3, 0]])
+    cases = [
+        ("torch.gather", lambda: torch.gather(x.long(), 1, index), "input has dtype torch.int64"),
+        ("torch.gather", lambda: torch.gather(x, 1, index, out=torch.empty(3, 2)), "out"),
+        ("torch.gather", lambda: torch.gather(x, 1, index, sparse_grad=True), "sparse_grad is True"),
+        ("torch.topk", lambda: torch.topk(x, 2, largest=False), "largest is False"),
+        ("torch.topk", lambda: torch.topk(x, 0), "k is 0"),
+        ("torch.nn.functional.embedding", lambda: F.embedding(index % 3, x.clone(), max_norm=1.0), "max_norm is 1.0"),
+        ("torch.nn.functional.cross_entropy", lambda: F.cross_entropy(x, index[:, 0], reduce=False), "reduce is False"),
+        ("torch.nn.functional.kl_div", lambda: F.kl_div(x, x[:1].exp()), "input has shape"),
+        ("torch.nn.functional.embedding_bag", lambda: F.embedding_bag(index % 3, x), "adds up repeated indices"),
+        ("torch.Tensor.scatter_reduce", lambda: x.scatter_reduce(1, index, x, "sum"), "adds up repeated indices"),
+        ("torch.scatter_add", lambda: torch.scatter_add(x.as_subclass(Subclass), 1, index, x), "Subclass"),
+    ]
+    for name, call, reason in cases:
+        expected = call()
+        with igt.use() as switch:
+            got = call()
+        (line,) = switch.report().lines
+        assert (line.function, line.replaced) == (name, False)
+        assert reason in line.reason
+        for a, b in zip(got, expected, strict=True) if isinstance(got, tuple) else ((got, expected),):
+            assert torch.equal(a, b)
+    errors = [
+        (lambda: torch.gather(x, 1, torch.tensor([[4]])), RuntimeError),
+        (lambda: F.embedding(torch.tensor([5]), x), IndexError),
+        (lambda: F.cross_entropy(x, torch.tensor([0, 1, 4])), IndexError),
+        (lambda: F.cross_entropy(x, x, ignore_index=1), RuntimeError),
+        (lambda: x.requires_grad_().index_add_(0, torch.tensor([0]), x[:1]), RuntimeError),  # a leaf in place
+    ]
+    for call, error in errors:
+        with igt.use(), pytest.raises(error) as caught:
+            call()
+        assert "isograd" not in str(type(caught.value))  # torch's own
+
+
+def test_methods_in_place_are_differentiated():
+    def run():
+        generator = torch.Generator().manual_seed(0)
+        x, v = (torch.randn(4, 3, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2))
+        index = torch.tensor([1, 0, 1, 3])
+        out = torch.zeros(4, 3, dtype=torch.float64).index_add_(0, index, x.square())
+        out.scatter_add_(1, torch.tensor([[0, 0], [2, 1]]), v[:2, 1:])
+        out.square().sum().backward()
+        return x.grad, v.grad
+
+    expected = run()
+    with igt.use() as switch:
+        got = run()
+    assert switch.report().replaced == {"torch.Tensor.index_add_": 1, "torch.Tensor.scatter_add_": 1}
+    torch.testing.assert_close(got, expected)
 
 
 def test_the_switch_ends_with_its_block_and_belongs_to_its_thread():
@@ -184,5 +278,9 @@ def test_an_unmodified_transformer_trains_as_with_torch():
     torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
     assert ours[-1] < 0.7 * ours[0]
     report = switch.report()
-    assert report.replaced == {"torch.nn.functional.softmax": 100, "torch.nn.functional.log_softmax": 100}
+    assert report.replaced == {
+        "torch.nn.functional.embedding": 100,
+        "torch.nn.functional.softmax": 100,
+        "torch.nn.functional.log_softmax": 100,
+    }
     assert report.not_replaced == {"torch.nn.functional.scaled_dot_product_attention": 100}

@@ -1,1 +1,1 @@
-"""exp, log and silu, the same bits on every machine."""
+"""exp, log, sigmoid and silu, the same bits on every machine."""

@@ -8,7 +8,7 @@ from numba.extending import overload
 
 from isograd.elementwise.reference import SILU_CLAMP
 from isograd.numerics import numba_ops as ops
-from isograd.numerics.numba_compile import kernel
+from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import (
     BLOCK,
     load,
@@ -21,6 +21,40 @@ from isograd.numerics.numba_memory import (
 )
 
 _FORCE = {"forceinline": True}
+
+
+def sigmoid_value(x: Any) -> Any:
+    """The logistic function."""
+    raise NotImplementedError
+
+
+@overload(sigmoid_value, jit_options=_FORCE)
+def _sigmoid_value(x):
+    of = np.float32 if x == types.float32 else np.float64
+    zero, one = of(0), of(1)
+
+    def value(x):
+        z = ops.exp(x if x < zero else -x)
+        return (z if x < zero else one) / (one + z)
+
+    return value
+
+
+def one_like(x: Any) -> Any:
+    """1 in the type of x."""
+    raise NotImplementedError
+
+
+@overload(one_like, jit_options=_FORCE)
+def _one_like(x):
+    one = np.float32(1) if x == types.float32 else np.float64(1)
+    return lambda x: one
+
+
+@device_function
+def sigmoid_gradient(dy, y):
+    """The gradient of the logistic function from its result y."""
+    return (dy * y) * (one_like(y) - y)
 
 
 def silu_value(x: Any) -> Any:
@@ -84,6 +118,32 @@ def log(like, x_address, y_address, start, stop):
         for i in range(count):
             store(block, i, ops.log(load(block, i)))
         store_block(y, j, 1, count, block)
+
+
+@kernel
+def sigmoid(like, x_address, y_address, start, stop):
+    x, y = pointer(x_address, like), pointer(y_address, like)
+    block = stack_block(work_zero(like))
+    for j in range(start, stop, BLOCK):
+        count = min(stop - j, BLOCK)
+        load_block(x, j, 1, count, block)
+        for i in range(count):
+            store(block, i, sigmoid_value(load(block, i)))
+        store_block(y, j, 1, count, block)
+
+
+@kernel
+def sigmoid_backward(like, dy_address, y_address, dx_address, start, stop):
+    dy, y, dx = pointer(dy_address, like), pointer(y_address, like), pointer(dx_address, like)
+    zero = work_zero(like)
+    a, b = stack_block(zero), stack_block(zero)
+    for j in range(start, stop, BLOCK):
+        count = min(stop - j, BLOCK)
+        load_block(dy, j, 1, count, a)
+        load_block(y, j, 1, count, b)
+        for i in range(count):
+            store(b, i, sigmoid_gradient(load(a, i), load(b, i)))
+        store_block(dx, j, 1, count, b)
 
 
 @kernel

@@ -1,9 +1,12 @@
 """Elementwise functions in NumPy: the definition that the kernels return bit for bit.
 
 All are computed in the work type (binary32 for the 16-bit types) and rounded to the storage type once. exp and log are
-those of `numerics.reference`. silu and its backward take z = exp(-|x|), which cannot overflow, and d = RN(1 + z):
+those of `numerics.reference`. silu, its backward and sigmoid take z = exp(-|x|), which cannot overflow, and
+d = RN(1 + z):
 
     silu           x >= 0: RN(x / d)              x < 0: RN(RN(max(x, -1024) * z) / d)
+    sigmoid        x >= 0: RN(1 / d)              x < 0: RN(z / d)
+    sigmoid_backward  dx = RN(RN(dy * y) * RN(1 - y)), y the result as stored
     silu_backward  dx = RN(dy * g), g = RN(n / RN(d * d)), w = x clamped to [-1024, 1024]
                    x >= 0: n = fma(w, z, d)       x < 0: n = RN(z * RN(d + w))
 
@@ -31,6 +34,22 @@ def exp(x: Floats) -> Floats:
 def log(x: Floats) -> Floats:
     """The natural logarithm, -inf at 0 and NaN below."""
     return ref.narrow(ref.log(ref.widen(x)), x.dtype)
+
+
+def sigmoid(x: Floats) -> Floats:
+    """The logistic function 1 / (1 + exp(-x))."""
+    v = ref.widen(x)
+    one = v.dtype.type(1)
+    with np.errstate(all="ignore"):
+        z = ref.exp(-np.abs(v))
+        return ref.narrow(np.where(v >= 0, one, z) / (one + z), x.dtype)
+
+
+def sigmoid_backward(dy: Floats, y: Floats) -> Floats:
+    """The gradient dy * y * (1 - y), y = sigmoid(x)."""
+    g, s = ref.widen(dy), ref.widen(y)
+    with np.errstate(all="ignore"):
+        return ref.narrow((g * s) * (s.dtype.type(1) - s), y.dtype)
 
 
 def silu(x: Floats) -> Floats:

@@ -107,6 +107,24 @@ def _empty_work(count, like):
     return lambda count, like: np.empty(count, dtype)
 
 
+@intrinsic
+def keep(typingctx: Any, array: Any) -> Any:
+    """Use an array at the end of a kernel: Numba frees it after its last use, of which an address taken is none."""
+    return types.void(array), lambda context, builder, signature, arguments: context.get_dummy_value()
+
+
+def empty_stored(count: Any, like: Any) -> Any:
+    """An array of the storage type of `like`."""
+    raise NotImplementedError
+
+
+@overload(empty_stored, jit_options=_FORCE)
+def _empty_stored(count, like):
+    names = {types.int16: np.int16, types.uint16: np.uint16, types.float32: np.float32, types.float64: np.float64}
+    dtype = names[like]
+    return lambda count, like: np.empty(count, dtype)
+
+
 def _prefetch(write: int) -> Any:
     def prefetch(typingctx: Any, base: Any, index: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

@@ -411,23 +411,22 @@ def log1p_pair(x: Any, low: Any) -> Any:
 
 @overload(log1p_pair, jit_options=_FORCE)
 def _log1p_pair(x, low):
+    # Selections and no branches, so that a loop over rows is vectorised.
     if x == types.float32:
 
         def log1p_32(x, low):
             u, error = two_sum(_ONE_32, x)
-            if x > _LOG1P_LOW_32 and x < _LOG1P_HIGH_32:
-                return log_core_32(x, _F32(0), low / u)
+            near = x > _LOG1P_LOW_32 and x < _LOG1P_HIGH_32
             f, k = split_32(u)
-            return log_core_32(f, _F32(k), (error + low) / u)
+            return log_core_32(x if near else f, _F32(0 if near else k), (low if near else error + low) / u)
 
         return log1p_32
 
     def log1p_64(x, low):
         u, error = two_sum(_ONE_64, x)
-        if x > _LOG1P_LOW_64 and x < _LOG1P_HIGH_64:
-            return log_core_64(x, _F64(0), low / u)
+        near = x > _LOG1P_LOW_64 and x < _LOG1P_HIGH_64
         f, k = split_64(u)
-        return log_core_64(f, _F64(k), (error + low) / u)
+        return log_core_64(x if near else f, _F64(0 if near else k), (low if near else error + low) / u)
 
     return log1p_64
 

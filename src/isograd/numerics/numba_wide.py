@@ -169,3 +169,10 @@ def wide_to_pair(hi, lo, k, like):
     borrow = np.int64(1) if np.uint64(lo) < low else np.int64(0)
     rest = wide_to_float(hi - high - borrow, np.uint64(np.uint64(lo) - low), k, like)
     return scale_pow2(head, k + e), rest
+
+
+@device_function
+def word_to_pair(n, k, like):
+    """As `wide_to_pair` for an integer of at most 62 bits, in a form that loops over rows are vectorised with."""
+    head = to_float(n, like)
+    return scale_pow2(head, k), scale_pow2(to_float(n - np.int64(head), like), k)

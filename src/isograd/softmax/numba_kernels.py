@@ -23,7 +23,7 @@ from isograd.numerics.numba_memory import (
     store_block,
     work_zero,
 )
-from isograd.numerics.numba_ops import fma, from_key, is_finite, magnitude_key, max_key
+from isograd.numerics.numba_ops import fma, is_finite, magnitude_key
 from isograd.numerics.numba_storage import narrow, widen
 from isograd.numerics.numba_sum import (
     PARTIAL,
@@ -36,70 +36,17 @@ from isograd.numerics.numba_sum import (
     sum_scale,
 )
 from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
+from isograd.softmax.numba_rows import exponential_sum, fill_row, row_maximum
 from isograd.softmax.numba_steps import (
-    exponential_part,
     largest_quotient,
     log_probability,
     log_sum,
-    lowest_key,
     probability,
     quotient,
     reciprocal,
     row_shift,
-    term_scale,
     work_nan,
 )
-
-
-@device_function
-def _block_maximum(block, count, key):
-    for i in range(count):
-        k = max_key(load(block, i))
-        key = k if k > key else key
-    return key
-
-
-@device_function
-def _row_maximum(x, offset, stride, n, block, like):
-    key = lowest_key(like)
-    for start in range(0, n, BLOCK):
-        count = min(n - start, BLOCK)
-        load_block(x, offset + start * stride, stride, count, block)
-        key = _block_maximum(block, count, key)
-    return from_key(key)
-
-
-@device_function
-def _fill_nan(y, offset, stride, n, block, like):
-    for i in range(BLOCK):
-        store(block, i, work_nan(like))
-    for start in range(0, n, BLOCK):
-        store_block(y, offset + start * stride, stride, min(n - start, BLOCK), block)
-
-
-@device_function
-def _exponential_sum(
-    x, xo, x_ahead, x_stride, y, yo, y_stride, n, block, kept, keep, m, base, floor, bias, like
-):  # fmt: skip
-    """Sum a row's exponentials. They stay in the block, or in `kept` when the row is longer and `keep` is set.
-
-    The arithmetic takes longer than the memory needs to deliver the next row and the lines of the result.
-    """
-    scale = term_scale(n, like)
-    hi, lo = np.int64(0), np.uint64(0)
-    for j in range(0, n, BLOCK):
-        count = min(n - j, BLOCK)
-        if n > BLOCK:
-            load_block(x, xo + j * x_stride, x_stride, count, block)
-        for start in range(0, count, PARTIAL):
-            stop = min(start + PARTIAL, count)
-            prefetch_read(x, x_ahead + (j + start) * x_stride, x_stride, stop - start)
-            prefetch_write(y, yo + (j + start) * y_stride, y_stride, stop - start)
-            high, low = exponential_part(block, start, stop, m, base, floor, bias, scale, like)
-            hi, lo = add_limbs(hi, lo, high, low, limb_shift(like))
-        if keep and n > BLOCK:
-            store_block(kept, j, 1, count, block)
-    return hi, lo
 
 
 @kernel
@@ -113,12 +60,12 @@ def softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n, x_s
     for row in range(start, stop):
         xo, yo = row_offset(row, shape, x_strides), row_offset(row, shape, y_strides)
         x_ahead = row_offset(min(row + 1, stop - 1), shape, x_strides)
-        m = _row_maximum(x, xo, x_stride, n, block, like)
+        m = row_maximum(x, xo, x_stride, n, block, like)
         if not is_finite(m):
-            _fill_nan(y, yo, y_stride, n, block, like)
+            fill_row(y, yo, y_stride, n, block, work_nan(like))
             continue
         base, floor, bias = row_shift(m, like)
-        hi, lo = _exponential_sum(
+        hi, lo = exponential_sum(
             x, xo, x_ahead, x_stride, y, yo, y_stride, n, block, kept, True, m, base, floor, bias, like
         )  # fmt: skip
         r, r_low = reciprocal(hi, lo, n, like)
@@ -144,12 +91,12 @@ def log_softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n,
     for row in range(start, stop):
         xo, yo = row_offset(row, shape, x_strides), row_offset(row, shape, y_strides)
         x_ahead = row_offset(min(row + 1, stop - 1), shape, x_strides)
-        m = _row_maximum(x, xo, x_stride, n, block, like)
+        m = row_maximum(x, xo, x_stride, n, block, like)
         if not is_finite(m):
-            _fill_nan(y, yo, y_stride, n, block, like)
+            fill_row(y, yo, y_stride, n, block, work_nan(like))
             continue
         base, floor, bias = row_shift(m, like)
-        hi, lo = _exponential_sum(
+        hi, lo = exponential_sum(
             x, xo, x_ahead, x_stride, y, yo, y_stride, n, block, y, False, m, base, floor, bias, like
         )  # fmt: skip
         top, middle, rest = log_sum(hi, lo, n, m, base, floor, bias, like)

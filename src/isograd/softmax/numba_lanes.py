@@ -26,6 +26,7 @@ from isograd.numerics.numba_wide import add_limbs, limb_shift, split_term, term_
 from isograd.softmax.numba_steps import (
     exponential,
     exponential_term,
+    fits_word,
     is_short,
     largest_quotient,
     log_probability,
@@ -38,12 +39,14 @@ from isograd.softmax.numba_steps import (
     reciprocal,
     row_shift,
     term_scale,
+    word_log_sum,
+    word_reciprocal,
     work_nan,
 )
 
 
 @device_function
-def _tile(index, lanes, shape, strides):
+def tile_offset(index, lanes, shape, strides):
     """The offset of a tile; tiles of the contiguous dimension are counted fastest."""
     tiles = (lanes + LANES - 1) // LANES
     outer = index // tiles
@@ -51,7 +54,8 @@ def _tile(index, lanes, shape, strides):
 
 
 @device_function
-def _tile_width(index, lanes):
+def tile_width(index, lanes):
+    """How many lanes a tile has."""
     tiles = (lanes + LANES - 1) // LANES
     return min(lanes - (index - (index // tiles) * tiles) * LANES, LANES)
 
@@ -69,7 +73,8 @@ def _fold_lanes(high, low, hi, lo, count, high_excess, low_excess, like):
 
 
 @device_function
-def _clear_lanes(high, low, hi, lo, zero, count):
+def clear_lanes(high, low, hi, lo, zero, count):
+    """Set the sums of a tile to zero."""
     for i in range(count):
         store(high, i, zero)
         store(low, i, zero)
@@ -78,7 +83,7 @@ def _clear_lanes(high, low, hi, lo, zero, count):
 
 
 @device_function
-def _lane_maximum(x, offset, stride, n, count, block, key, m, base, floor, bias, like):
+def lane_maximum(x, offset, stride, n, count, block, key, m, base, floor, bias, like):
     """The maximum of every lane, and what the exponentials need to know of it."""
     for i in range(count):
         store(key, i, lowest_key(like))
@@ -96,7 +101,7 @@ def _lane_maximum(x, offset, stride, n, count, block, key, m, base, floor, bias,
 
 
 @device_function
-def _lane_exponential_sums(
+def lane_exponential_sums(
     x, offset, stride, n, count, block, m, base, floor, bias, high, low, hi, lo, y, y_offset, y_stride, keep, like
 ):
     """Sum the exponentials of every lane; with `keep` they stay in y."""
@@ -118,6 +123,42 @@ def _lane_exponential_sums(
     _fold_lanes(high, low, hi, lo, count, (n % PARTIAL) * one, (n % PARTIAL) * low_one, like)
 
 
+@device_function
+def lane_reciprocals(hi, lo, n, count, r, r_low, like):
+    """1 / sum of every lane."""
+    if fits_word(n, like):
+        for i in range(count):
+            first, second = word_reciprocal(np.int64(load(lo, i)), n, like)
+            store(r, i, first)
+            store(r_low, i, second)
+    else:
+        for i in range(count):
+            first, second = reciprocal(load(hi, i), load(lo, i), n, like)
+            store(r, i, first)
+            store(r_low, i, second)
+
+
+@device_function
+def lane_log_sums(hi, lo, n, count, m, base, floor, bias, top, middle, rest, like):
+    """The logarithm of the sum of every lane in the parts of `log_sum`; NaN for lanes without a finite maximum."""
+    if fits_word(n, like):
+        for i in range(count):
+            first, second, third = word_log_sum(
+                np.int64(load(lo, i)), n, load(m, i), load(base, i), load(floor, i), load(bias, i), like
+            )
+            store(top, i, first if is_finite(load(m, i)) else work_nan(like))
+            store(middle, i, second)
+            store(rest, i, third)
+    else:
+        for i in range(count):
+            first, second, third = log_sum(
+                load(hi, i), load(lo, i), n, load(m, i), load(base, i), load(floor, i), load(bias, i), like
+            )
+            store(top, i, first if is_finite(load(m, i)) else work_nan(like))
+            store(middle, i, second)
+            store(rest, i, third)
+
+
 @kernel
 def softmax_lanes(like, x_address, y_address, shape, x_strides, y_strides, lanes, n, x_stride, y_stride, start, stop):
     x, y = pointer(x_address, like), pointer(y_address, like)
@@ -128,20 +169,21 @@ def softmax_lanes(like, x_address, y_address, shape, x_strides, y_strides, lanes
     key, high, low = stack_lanes(integer), stack_lanes(integer), stack_lanes(integer)
     hi, lo = stack_lanes(np.int64(0)), stack_lanes(np.uint64(0))
     for index in range(start, stop):
-        xo, yo = _tile(index, lanes, shape, x_strides), _tile(index, lanes, shape, y_strides)
-        count = _tile_width(index, lanes)
-        _lane_maximum(x, xo, x_stride, n, count, block, key, m, base, floor, bias, like)
-        _clear_lanes(high, low, hi, lo, integer ^ integer, count)
+        xo, yo = tile_offset(index, lanes, shape, x_strides), tile_offset(index, lanes, shape, y_strides)
+        count = tile_width(index, lanes)
+        lane_maximum(x, xo, x_stride, n, count, block, key, m, base, floor, bias, like)
+        clear_lanes(high, low, hi, lo, integer ^ integer, count)
         keep = not is_short(like)
-        _lane_exponential_sums(
+        lane_exponential_sums(
             x, xo, x_stride, n, count, block, m, base, floor, bias, high, low, hi, lo, y, yo, y_stride, keep, like
         )
+        lane_reciprocals(hi, lo, n, count, r, r_low, like)
         for i in range(count):
-            first, second = reciprocal(load(hi, i), load(lo, i), n, like)
             valid = is_finite(load(m, i))
-            store(r, i, first if valid else work_nan(like))
-            store(r_low, i, second)
+            first = load(r, i) if valid else work_nan(like)
+            second = load(r_low, i)
             third = largest_quotient(first, second, load(m, i), load(base, i), load(floor, i), load(bias, i), like)
+            store(r, i, first)
             store(largest, i, third if valid else work_nan(like))
         for j in range(n):
             if is_short(like):
@@ -167,21 +209,14 @@ def log_softmax_lanes(
     key, high, low = stack_lanes(integer), stack_lanes(integer), stack_lanes(integer)
     hi, lo = stack_lanes(np.int64(0)), stack_lanes(np.uint64(0))
     for index in range(start, stop):
-        xo, yo = _tile(index, lanes, shape, x_strides), _tile(index, lanes, shape, y_strides)
-        count = _tile_width(index, lanes)
-        _lane_maximum(x, xo, x_stride, n, count, block, key, m, base, floor, bias, like)
-        _clear_lanes(high, low, hi, lo, integer ^ integer, count)
-        _lane_exponential_sums(
+        xo, yo = tile_offset(index, lanes, shape, x_strides), tile_offset(index, lanes, shape, y_strides)
+        count = tile_width(index, lanes)
+        lane_maximum(x, xo, x_stride, n, count, block, key, m, base, floor, bias, like)
+        clear_lanes(high, low, hi, lo, integer ^ integer, count)
+        lane_exponential_sums(
             x, xo, x_stride, n, count, block, m, base, floor, bias, high, low, hi, lo, y, yo, y_stride, False, like
         )
-        for i in range(count):
-            first, second, third = log_sum(
-                load(hi, i), load(lo, i), n, load(m, i), load(base, i), load(floor, i), load(bias, i), like
-            )
-            valid = is_finite(load(m, i))
-            store(top, i, first if valid else work_nan(like))
-            store(middle, i, second)
-            store(rest, i, third)
+        lane_log_sums(hi, lo, n, count, m, base, floor, bias, top, middle, rest, like)
         for j in range(n):
             load_block(x, xo + j * x_stride, 1, count, block)
             for i in range(count):
@@ -257,9 +292,9 @@ def softmax_backward_lanes(
     exponent, special = stack_lanes(np.int64(0)), stack_lanes(np.int64(0))
     hi, lo = stack_lanes(np.int64(0)), stack_lanes(np.uint64(0))
     for index in range(start, stop):
-        dyo, yo = _tile(index, lanes, shape, dy_strides), _tile(index, lanes, shape, y_strides)
-        dxo, count = _tile(index, lanes, shape, dx_strides), _tile_width(index, lanes)
-        _clear_lanes(high, low, hi, lo, integer, count)
+        dyo, yo = tile_offset(index, lanes, shape, dy_strides), tile_offset(index, lanes, shape, y_strides)
+        dxo, count = tile_offset(index, lanes, shape, dx_strides), tile_width(index, lanes)
+        clear_lanes(high, low, hi, lo, integer, count)
         for i in range(count):
             store(key, i, integer)
             store(special, i, np.int64(0))
@@ -298,9 +333,9 @@ def log_softmax_backward_lanes(
     exponent, special = stack_lanes(np.int64(0)), stack_lanes(np.int64(0))
     hi, lo = stack_lanes(np.int64(0)), stack_lanes(np.uint64(0))
     for index in range(start, stop):
-        dyo, yo = _tile(index, lanes, shape, dy_strides), _tile(index, lanes, shape, y_strides)
-        dxo, count = _tile(index, lanes, shape, dx_strides), _tile_width(index, lanes)
-        _clear_lanes(high, low, hi, lo, integer, count)
+        dyo, yo = tile_offset(index, lanes, shape, dy_strides), tile_offset(index, lanes, shape, y_strides)
+        dxo, count = tile_offset(index, lanes, shape, dx_strides), tile_width(index, lanes)
+        clear_lanes(high, low, hi, lo, integer, count)
         for i in range(count):
             store(key, i, integer)
             store(special, i, np.int64(0))

@@ -28,11 +28,14 @@ from isograd.numerics.numba_sum import signed_rest
 from isograd.numerics.numba_wide import (
     add_limbs,
     limb_shift,
+    scale_pow2,
     split_pair,
     split_term,
     term_bias,
+    to_float,
     wide_to_float,
     wide_to_pair,
+    word_to_pair,
 )
 
 _FORCE = {"forceinline": True}
@@ -240,17 +243,37 @@ def _log_probability(x, m, top, middle, low, like):
     return full
 
 
-def unscale(e: Any, like: Any) -> Any:
-    """Take the scale out of an exponential near 1; exact."""
+def _down(like: Any) -> Any:
+    """What takes the scale out of an exponential near 1 or a reciprocal; exact."""
     raise NotImplementedError
 
 
-@overload(unscale, jit_options=_FORCE)
-def _unscale(e, like):
+@overload(_down, jit_options=_FORCE)
+def _down_overload(like):
     down = _DOWN_32 if like == types.float32 else _DOWN_64
     if like in _SHORT:
         down = np.float32(2.0**-c.SHORT_QUANTUM_BITS)
-    return lambda e, like: e * down
+    return lambda like: down
+
+
+@device_function
+def _largest_term(n, m, base, floor, bias, like):
+    """(exponential, its error, high and low part of its integer term) of a row's largest element."""
+    e, error = exponential(m, base, floor, bias, like)
+    high, low = exponential_term(e, error, term_scale(n, like), like)
+    return e, error, signed_rest(high, term_bias(m)), signed_rest(low, low_term_bias(like))
+
+
+@device_function
+def _log_ratio(e, error, rest, rest_low, m, like):
+    e, error = e * _down(like), error * _down(like)
+    t = rest / e
+    t_low = ((fma(-t, e, rest) + rest_low) - t * error) / e
+    log_high, log_low = log1p_pair(t, t_low)
+    if is_short(like):
+        return log_high, work_zero(like), work_zero(like)
+    top, middle = two_sum(m, log_high)
+    return top, middle, log_low
 
 
 @device_function
@@ -260,19 +283,44 @@ def log_sum(hi, lo, n, m, base, floor, bias, like):
     The largest term leaves the sum as an integer: a float logarithm of the rounded sum would lose every small term
     when one dominates.
     """
-    e, error = exponential(m, base, floor, bias, like)
-    high, low = exponential_term(e, error, term_scale(n, like), like)
-    high, low = signed_rest(high, term_bias(m)), signed_rest(low, low_term_bias(like))
+    e, error, high, low = _largest_term(n, m, base, floor, bias, like)
     hi, lo = add_limbs(hi, lo, -high, -low, limb_shift(like))
     rest, rest_low = wide_to_pair(hi, lo, -quantum_bits(n, like), m)
-    e, error = unscale(e, like), unscale(error, like)
-    t = rest / e
-    t_low = ((fma(-t, e, rest) + rest_low) - t * error) / e
-    log_high, log_low = log1p_pair(t, t_low)
+    return _log_ratio(e, error, rest, rest_low, m, like)
+
+
+# --- the same from a sum that fits a word, for rows that advance together --------------------------------------------
+def fits_word(n: Any, like: Any) -> Any:
+    """Whether sums of n exponentials stay within 62 bits."""
+    raise NotImplementedError
+
+
+@overload(fits_word, jit_options=_FORCE)
+def _fits_word(n, like):
+    if like == types.float64:
+        return lambda n, like: False
+    longest = 1 << 18 if like in _SHORT else 1 << 17
+    return lambda n, like: n <= longest
+
+
+@device_function
+def word_log_sum(total, n, m, base, floor, bias, like):
+    """`log_sum` of an int64."""
+    e, error, high, low = _largest_term(n, m, base, floor, bias, like)
+    rest, rest_low = word_to_pair(total - ((high << limb_shift(like)) + low), -quantum_bits(n, like), m)
+    return _log_ratio(e, error, rest, rest_low, m, like)
+
+
+@device_function
+def word_reciprocal(total, n, like):
+    """`reciprocal` of an int64."""
+    zero = work_zero(like)
+    one = work_one(like)
     if is_short(like):
-        return log_high, work_zero(like), work_zero(like)
-    top, middle = two_sum(m, log_high)
-    return top, middle, log_low
+        return one / scale_pow2(to_float(total, zero), np.int64(c.SHORT_QUANTUM_BITS) - quantum_bits(n, like)), zero
+    s, rest = word_to_pair(total, -quantum_bits(n, like), zero)
+    r, r_low = reciprocal_pair(s, rest, one)
+    return r * _down(like), r_low * _down(like)
 
 
 def lowest_key(like: Any) -> Any:
@@ -294,6 +342,16 @@ def work_nan(like: Any) -> Any:
 def _work_nan(like):
     nan = np.float64(np.nan) if like == types.float64 else np.float32(np.nan)
     return lambda like: nan
+
+
+def work_one(like: Any) -> Any:
+    """One in the type that the storage type of `like` is computed in."""
+    raise NotImplementedError
+
+
+@overload(work_one, jit_options=_FORCE)
+def _work_one(like):
+    return (lambda like: _ONE_64) if like == types.float64 else (lambda like: _ONE_32)
 
 
 def exponential_part(block: Any, start: Any, stop: Any, base: Any, floor: Any, bias: Any, scale: Any, like: Any) -> Any:

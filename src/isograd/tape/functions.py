@@ -7,8 +7,15 @@ in NumPy. All raise InvalidProblemError for operands or shapes that do not match
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from isograd.arrays import to_numpy
 from isograd.errors import InvalidProblemError
-from isograd.tape import rules
+from isograd.losses.cross_entropy import Options
+from isograd.losses.linear_cross_entropy import LinearOptions
+from isograd.router import api as router
+from isograd.tape import gather_rules, loss_rules, router_rules, rules
 from isograd.tape.variable import Operand, Variable, apply
 
 
@@ -77,6 +84,29 @@ def log_softmax(x: Variable, axis: int = -1) -> Variable:
     return apply(rules.log_softmax, x, axis=axis)
 
 
+def cross_entropy(x: Variable, targets: Any, weight: Any = None, **options: Any) -> Variable:
+    """Cross entropy of logits and targets, NumPy arrays that get no gradient; options as of `isograd.cross_entropy`."""
+    if not isinstance(x, Variable):
+        raise InvalidProblemError(f"cross_entropy: logits are {type(x).__name__}; only they may be a variable")
+    given = Options(**options)
+    return apply(loss_rules.cross_entropy, x, targets=targets, weight=weight, options=given)
+
+
+def linear_cross_entropy(
+    hidden: Operand,
+    weight: Operand,
+    targets: Any,
+    bias: Operand | None = None,
+    *,
+    class_weight: Any = None,
+    **options: Any,
+) -> Variable:
+    """Cross entropy of `hidden @ weight^T + bias`; options as of `isograd.linear_cross_entropy`."""
+    operands = (hidden, weight) if bias is None else (hidden, weight, bias)
+    given = LinearOptions(**options)
+    return apply(loss_rules.linear_cross_entropy, *operands, targets=targets, class_weight=class_weight, options=given)
+
+
 def sum(x: Variable, axis: rules.Axes = None, keepdims: bool = False) -> Variable:  # noqa: A001 - NumPy's name
     """The order-free sum over an axis, a tuple of axes, or all."""
     return apply(rules.sum, x, axis=axis, keepdims=keepdims)
@@ -107,3 +137,76 @@ def concatenate(operands: Sequence[Operand], axis: int = 0) -> Variable:
     if isinstance(operands, Variable) or len(operands) == 0:
         raise InvalidProblemError("concatenate: expected a sequence of at least one variable")
     return apply(rules.concatenate, *operands, axis=axis)
+
+
+# --- routing; integer arrays are plain arrays, which have no gradient -------------------------------------------------
+def _require_variable(operation: str, argument: str, x: Any) -> Variable:
+    if not isinstance(x, Variable):
+        raise InvalidProblemError(f"{operation}: {argument} is {type(x).__name__}; expected a variable of a tape")
+    return x
+
+
+def top_k(x: Variable, k: int, axis: int = -1) -> tuple[Variable, NDArray[np.int64]]:
+    """The k largest elements of an axis in descending order, and their indices, as `isograd.top_k`."""
+    values, indices = router.top_k(_require_variable("top_k", "x", x).value, k, axis)
+    return apply(router_rules.top_k, x, indices=indices, values=values, axis=axis), indices
+
+
+def renormalize(w: Variable, axis: int = -1) -> Variable:
+    """The elements of an axis divided by their order-free sum."""
+    return apply(router_rules.renormalize, w, axis=axis)
+
+
+def moe_router(
+    logits: Variable, k: int, *, bias: NDArray[Any] | None = None, groups: int = 1, group_k: int = 1, **options: Any
+) -> tuple[Variable, NDArray[np.int64]]:
+    """The weights of every token's experts, in the work type, and the experts, as `isograd.moe_router`."""
+    value = _require_variable("moe_router", "logits", logits).value
+    weights, experts = router.moe_router(value, k, bias=bias, groups=groups, group_k=group_k, **options)
+    return apply(router_rules.moe_router, logits, experts=experts, weights=weights, options=options), experts
+
+
+def moe_permute(x: Variable, order: NDArray[np.int64], k: int) -> Variable:
+    """The tokens' rows in the order of the experts; the order is copied."""
+    return apply(router_rules.moe_permute, x, order=np.array(order), k=k)
+
+
+def moe_combine(expert_out: Operand, weights: Operand, order: NDArray[np.int64]) -> Variable:
+    """The weighted sums of the tokens' rows; weights are in the work type of expert_out."""
+    return apply(router_rules.moe_combine, expert_out, weights, one_dtype=False, order=np.array(order))
+
+
+def load_balancing_loss(probabilities: Variable, experts: NDArray[Any], num_experts: int | None = None) -> Variable:
+    """The load-balancing loss, in the work type; the experts are copied."""
+    return apply(router_rules.load_balancing_loss, probabilities, experts=np.array(experts), num_experts=num_experts)
+
+
+def router_z_loss(logits: Variable) -> Variable:
+    """The mean of the squared logsumexp of the tokens, in the work type."""
+    return apply(router_rules.router_z_loss, logits)
+
+
+def _indices(operation: str, indices: Any, argument: str = "indices") -> Any:
+    # A copy: the caller may overwrite the original before the gradients are computed.
+    return np.array(to_numpy(indices, operation, argument)[0])
+
+
+def take_along_axis(x: Variable, indices: Any, axis: int = -1) -> Variable:
+    """Values along an axis at an array of indices; see `isograd.take_along_axis`."""
+    return apply(gather_rules.take_along_axis, x, indices=_indices("take_along_axis", indices), axis=axis)
+
+
+def embedding(weight: Variable, indices: Any, padding_idx: int | None = None) -> Variable:
+    """Rows of a table; see `isograd.embedding`."""
+    return apply(gather_rules.embedding, weight, indices=_indices("embedding", indices), padding_idx=padding_idx)
+
+
+def scatter_sum(x: Operand, indices: Any, values: Operand, axis: int = -1) -> Variable:
+    """Values added onto x along an axis at an array of indices; see `isograd.scatter_sum`."""
+    return apply(gather_rules.scatter_sum, x, values, indices=_indices("scatter_sum", indices), axis=axis)
+
+
+def segment_sum(values: Variable, segment_ids: Any, num_segments: int) -> Variable:
+    """The sum of each segment's rows; see `isograd.segment_sum`."""
+    ids = _indices("segment_sum", segment_ids, "segment_ids")
+    return apply(gather_rules.segment_sum, values, segment_ids=ids, num_segments=num_segments)

@@ -181,8 +181,11 @@ def _constant(operation: str, operand: Operand, dtype: np.dtype[Any]) -> NDArray
     )
 
 
-def apply(rule: Any, *operands: Operand, **options: Any) -> Variable:
-    """Compute an operation of `rules` and record it on the tape of its operands."""
+def apply(rule: Any, *operands: Operand, one_dtype: bool = True, **options: Any) -> Variable:
+    """Compute an operation of `rules` and record it on the tape of its operands.
+
+    one_dtype: whether they have to share their dtype; without it other operands are arrays of any.
+    """
     name = rule.__name__
     variables = [x for x in operands if isinstance(x, Variable)]
     if not variables:
@@ -192,10 +195,15 @@ def apply(rule: Any, *operands: Operand, **options: Any) -> Variable:
     for x in variables:
         if x.tape is not tape:
             raise InvalidProblemError(f"{name}: the operands belong to different tapes; expected one")
-        if x.dtype != dtype:
+        if one_dtype and x.dtype != dtype:
             raise InvalidProblemError(f"{name}: the operands are {dtype} and {x.dtype}; expected one dtype")
     parents = tuple(tape._index_of(name, x) if isinstance(x, Variable) else None for x in operands)
     with default_environment(), np.errstate(all="ignore"):
-        values = [x.value if isinstance(x, Variable) else _constant(name, x, dtype) for x in operands]
+        values = [
+            x.value
+            if isinstance(x, Variable)
+            else _constant(name, x, dtype if one_dtype else getattr(x, "dtype", dtype))
+            for x in operands
+        ]
         value, gradients = rule(*values, **options)
     return tape._record(value, parents, gradients)

@@ -17,17 +17,57 @@ except ImportError as error:
     raise ImportError("isograd.torch needs PyTorch, which is not installed: pip install 'isograd[torch]'") from error
 
 from isograd.torch.functional import log_softmax, log_softmax_backward, softmax, softmax_backward
-from isograd.torch.modules import LogSoftmax, Softmax
+from isograd.torch.indexing import embedding, gather, index_add, index_select, scatter_add, take_along_dim, topk
+from isograd.torch.losses import (
+    cross_entropy,
+    distillation_loss,
+    gumbel_softmax,
+    kl_div,
+    linear_cross_entropy,
+    sparsemax,
+)
+from isograd.torch.modules import CrossEntropyLoss, KLDivLoss, LogSoftmax, Softmax
+from isograd.torch.routing import (
+    expert_counts,
+    expert_permutation,
+    load_balancing_loss,
+    moe_combine,
+    moe_permute,
+    moe_router,
+    router_z_loss,
+)
 from isograd.torch.switch import Report, Switch, use
 
 __all__ = [
+    "CrossEntropyLoss",
+    "KLDivLoss",
     "LogSoftmax",
     "Report",
     "Softmax",
     "Switch",
+    "cross_entropy",
+    "distillation_loss",
+    "embedding",
+    "expert_counts",
+    "expert_permutation",
+    "gather",
+    "gumbel_softmax",
+    "index_add",
+    "index_select",
+    "kl_div",
+    "linear_cross_entropy",
+    "load_balancing_loss",
     "log_softmax",
     "log_softmax_backward",
+    "moe_combine",
+    "moe_permute",
+    "moe_router",
+    "router_z_loss",
+    "scatter_add",
     "softmax",
     "softmax_backward",
+    "sparsemax",
+    "take_along_dim",
+    "topk",
     "use",
 ]

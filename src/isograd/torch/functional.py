@@ -1,40 +1,21 @@
 """softmax, log_softmax and their backwards in torch's spelling."""
 
-import operator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from isograd import arrays, encoder, registry
-from isograd.errors import InvalidProblemError, UnsupportedError
-from isograd.torch import ops
+from isograd import encoder, registry
+from isograd.errors import UnsupportedError
+from isograd.torch import ops, tensors
 
 
 def _checked_dim(operation: str, dim: Any, tensor: Tensor, name: str) -> int:
-    if type(dim) is not int:
-        try:
-            dim = operator.index(dim)
-        except TypeError as error:
-            raise InvalidProblemError(f"{operation}: {name} is {dim!r}; expected an integer") from error
-    return ops.normalized_dim(operation, dim, tensor.shape, name)
+    return tensors.normalized_dim(operation, tensors.integer(operation, name, dim), tensor.shape, name)
 
 
-def _require_tensor(operation: str, tensor: Any, name: str) -> None:
-    if not isinstance(tensor, Tensor):
-        raise InvalidProblemError(f"{operation}: {name} is {type(tensor).__name__}; expected a torch tensor")
-
-
-def _require_dense(operation: str, tensor: Any, name: str, dtype: torch.dtype | None = None) -> None:
-    """Raise unless this is a dense tensor of a storage type, or one that is converted to such a `dtype` first."""
-    if type(tensor) is not Tensor:
-        _require_tensor(operation, tensor, name)
-    if (dtype or tensor.dtype) not in ops.DTYPES or tensor.layout is not torch.strided or tensor.is_nested:
-        arrays.tensor_dtype(tensor, operation, name, dtype)
-
-
-def _refuse_gradient(operation: str, where: str, *tensors: Tensor) -> None:
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+def _refuse_gradient(operation: str, where: str, *given: Tensor) -> None:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         raise UnsupportedError(f"{operation}: gradients are not recorded {where}; use torch.no_grad() or detach()")
 
 
@@ -42,7 +23,7 @@ def forward(
     kind: str, x: Any, dim: Any, dtype: torch.dtype | None, out: Tensor | None, names: tuple[str, str]
 ) -> Tensor:
     """Either forward operation on a tensor; `names` is what the caller knows the tensor and the dimension as."""
-    _require_dense(kind, x, names[0], dtype)
+    tensors.require_dense(kind, x, names[0], dtype)
     dim = _checked_dim(kind, dim, x, names[1])
     if torch.compiler.is_compiling():
         y = ops.FORWARD[kind](x, dim, dtype)
@@ -51,7 +32,7 @@ def forward(
     if out is None and recording is None:
         return ops.FORWARD[kind](x, dim, dtype)
     if recording is None:
-        _require_tensor(kind, out, "out")
+        tensors.require_tensor(kind, out, "out")
         _refuse_gradient(kind, "where out is given", x)
         return _forward_into(kind, x if dtype is None else x.to(dtype), dim, out)
     with recording.unguarded():
@@ -76,18 +57,18 @@ def _at_least_1d(tensor: Tensor) -> Tensor:
 def backward(kind: str, dy: Any, y: Any, dim: Any, out: Tensor | None, name: str) -> Tensor:
     """The gradient of either; `name` is what the caller knows the dimension as."""
     operation = f"{kind}_backward"
-    _require_dense(operation, dy, "dy")
-    _require_dense(operation, y, "y")
+    tensors.require_dense(operation, dy, "dy")
+    tensors.require_dense(operation, y, "y")
     dim = _checked_dim(operation, dim, y, name)
     if torch.compiler.is_compiling():
         dx = ops.BACKWARD[kind](dy, y, dim)
         return dx if out is None else out.copy_(dx)
-    ops.require_same(operation, dy, y)
+    tensors.require_same(operation, dy, y)
     recording = encoder.current() if encoder.recordings else None
     if out is None and recording is None:
         return ops.BACKWARD[kind](dy, y, dim)
     if recording is None:
-        _require_tensor(operation, out, "out")
+        tensors.require_tensor(operation, out, "out")
         _refuse_gradient(operation, "where out is given", dy, y)
         return _backward_into(kind, dy, y, dim, out)
     with recording.unguarded():

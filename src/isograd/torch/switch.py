@@ -1,4 +1,4 @@
-"""A switch that runs the softmaxes of an unmodified model on isograd's kernels, and keeps a list of what it did."""
+"""A switch that runs an unmodified model on isograd's kernels where it can, and keeps a list of what it did."""
 
 import threading
 from collections import Counter
@@ -12,8 +12,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from isograd.errors import InvalidProblemError, UnsupportedError
-from isograd.torch import functional
+from isograd.errors import DeviceMismatchError, IndexOutOfRangeError, InvalidProblemError, UnsupportedError
+from isograd.torch import functional, indexing, losses
 
 
 def _plain(kind: str) -> Callable[..., Tensor]:
@@ -37,29 +37,77 @@ def _functional(kind: str) -> Callable[..., Tensor]:
     return call
 
 
-_REPLACED: dict[Any, tuple[str, Callable[..., Tensor]]] = {}
+def _plainly(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of isograd.torch with torch's arguments, for plain tensors only."""
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                _servable(name, value)
+        return call(*args, **kwargs)
+
+    return checked
+
+
+def _in_place(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The method that writes into its tensor; torch sees a copy, which it differentiates and may refuse."""
+
+    def method(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.copy_(call(self, *args, **kwargs))
+
+    return method
+
+
+_REPLACED: dict[Any, tuple[str, Callable[..., Any]]] = {}
 for _kind in ("softmax", "log_softmax"):
     for _module, _name in ((torch, "torch"), (torch.special, "torch.special"), (Tensor, "torch.Tensor")):
         _REPLACED[getattr(_module, _kind)] = (f"{_name}.{_kind}", _plain(_kind))
     _REPLACED[getattr(F, _kind)] = (f"torch.nn.functional.{_kind}", _functional(_kind))
 
+_INDEXING: tuple[Callable[..., Any], ...] = (
+    indexing.gather,
+    indexing.take_along_dim,
+    indexing.scatter_add,
+    indexing.index_add,
+    indexing.index_select,
+    indexing.topk,
+)
+_FUNCTIONAL: tuple[Callable[..., Any], ...] = (indexing.embedding, losses.cross_entropy, losses.kl_div)
+for _call in _INDEXING:
+    _kind = _call.__name__
+    for _module, _name in ((torch, "torch"), (Tensor, "torch.Tensor")):
+        _REPLACED[getattr(_module, _kind)] = (f"{_name}.{_kind}", _plainly(_kind, _call))
+    if hasattr(Tensor, f"{_kind}_"):
+        _method = _plainly(_kind, _in_place(_call))
+        _REPLACED[getattr(Tensor, f"{_kind}_")] = (f"torch.Tensor.{_kind}_", _method)
+for _call in _FUNCTIONAL:
+    _kind = _call.__name__
+    _REPLACED[getattr(F, _kind)] = (f"torch.nn.functional.{_kind}", _plainly(_kind, _call))
+
 _FUSED = "computes its softmax inside one fused operation of torch's"
+_SUMS = "adds up repeated indices in a way that isograd has no operator for"
 _NOT_REPLACED: dict[Any, tuple[str, str]] = {}
-for _module, _name, _function in (
-    (F, "torch.nn.functional", "cross_entropy"),
-    (F, "torch.nn.functional", "linear_cross_entropy"),
-    (F, "torch.nn.functional", "scaled_dot_product_attention"),
-    (torch._C._nn, "torch._C._nn", "cross_entropy_loss"),
-    (torch, "torch", "_native_multi_head_attention"),
-    (torch, "torch", "_transformer_encoder_layer_fwd"),
-    (torch, "torch", "_softmax"),
-    (torch, "torch", "_log_softmax"),
-    (torch, "torch", "_masked_softmax"),
-    (torch.sparse, "torch.sparse", "softmax"),
-    (torch.sparse, "torch.sparse", "log_softmax"),
+for _module, _name, _kind, _reason in (
+    (F, "torch.nn.functional", "linear_cross_entropy", _FUSED),
+    (F, "torch.nn.functional", "scaled_dot_product_attention", _FUSED),
+    (torch._C._nn, "torch._C._nn", "cross_entropy_loss", _FUSED),
+    (torch, "torch", "_native_multi_head_attention", _FUSED),
+    (torch, "torch", "_transformer_encoder_layer_fwd", _FUSED),
+    (torch, "torch", "_softmax", _FUSED),
+    (torch, "torch", "_log_softmax", _FUSED),
+    (torch, "torch", "_masked_softmax", _FUSED),
+    (torch.sparse, "torch.sparse", "softmax", _FUSED),
+    (torch.sparse, "torch.sparse", "log_softmax", _FUSED),
+    (F, "torch.nn.functional", "embedding_bag", _SUMS),
+    (torch, "torch", "scatter_reduce", _SUMS),
+    (torch, "torch", "index_reduce", _SUMS),
+    (Tensor, "torch.Tensor", "scatter_reduce", _SUMS),
+    (Tensor, "torch.Tensor", "scatter_reduce_", _SUMS),
+    (Tensor, "torch.Tensor", "index_reduce", _SUMS),
+    (Tensor, "torch.Tensor", "index_reduce_", _SUMS),
 ):
-    if hasattr(_module, _function):  # some are younger than the oldest torch that is served
-        _NOT_REPLACED[getattr(_module, _function)] = (f"{_name}.{_function}", _FUSED)
+    if hasattr(_module, _kind):  # some are younger than the oldest torch that is served
+        _NOT_REPLACED[getattr(_module, _kind)] = (f"{_name}.{_kind}", _reason)
 
 
 def _opened(function: FunctionType) -> FunctionType:
@@ -135,7 +183,7 @@ class Report:
 
     def __str__(self) -> str:
         if not self.lines:
-            return "no softmax was called"
+            return "nothing was called that isograd computes"
         width = max(len(line.function) for line in self.lines)
         return "\n".join(
             f"{line.count:>8} x {line.function:<{width}}  "
@@ -145,6 +193,8 @@ class Report:
 
 
 _lock = threading.Lock()
+# Errors after which torch computes the call, or raises an error of its own for it.
+_NOT_SERVED = (UnsupportedError, InvalidProblemError, IndexOutOfRangeError, DeviceMismatchError, TypeError)
 
 
 class Switch(TorchFunctionMode):
@@ -178,8 +228,7 @@ class Switch(TorchFunctionMode):
             name, call = _REPLACED[func]
             try:
                 result = call(*args, **kwargs)
-            except (UnsupportedError, InvalidProblemError, TypeError) as error:
-                # torch computes it, or raises an error of its own for the same call.
+            except _NOT_SERVED as error:
                 self._count(name, False, str(error))
                 return func(*args, **kwargs)
             self._count(name, True)
@@ -193,13 +242,22 @@ class Switch(TorchFunctionMode):
 
 
 def use() -> Switch:
-    """A context manager inside which torch's softmax and log_softmax run on isograd's kernels.
+    """A context manager inside which torch's functions run on isograd's kernels where those can serve the call.
 
     Replaced: `torch.softmax`, `torch.log_softmax`, the same in `torch.special` and `torch.nn.functional`, the tensor
-    methods, and so `nn.Softmax`, `nn.LogSoftmax`, `softmin`, `gumbel_softmax` and attention modules that return
-    weights. Left to torch and listed: what isograd cannot serve (integers without a dtype, a device without a kernel,
-    tensor subclasses), and operations that compute a softmax inside one kernel (`cross_entropy`,
-    `scaled_dot_product_attention`, the fused path of `nn.MultiheadAttention`).
+    methods, and so `nn.Softmax`, `nn.LogSoftmax`, `softmin`, and attention modules that return weights; `gather`,
+    `take_along_dim`, `scatter_add`, `index_add`, `index_select` and `topk` of `torch` and of tensors (in place too);
+    `embedding`, `cross_entropy` and `kl_div` of `torch.nn.functional`, and so their modules. `gumbel_softmax` keeps
+    torch's generator, whose numbers a seed of isograd's could not continue, and runs its softmax on isograd.
+
+    What torch leaves open is defined: among equal elements topk takes the lower index first. Negative indices of
+    gather and scatter_add, an error to torch, count from the end; where kl_div's target is 0 its term is 0 for any
+    input.
+
+    Left to torch and listed: what isograd cannot serve (other dtypes, a device without a kernel, tensor subclasses,
+    `out`, the smallest elements in topk, options of embedding such as max_norm), and operations that compute a softmax
+    inside one kernel (`scaled_dot_product_attention`, the fused path of `nn.MultiheadAttention`) or sums of other kinds
+    over repeated indices (`embedding_bag`, `scatter_reduce`). Indexing with brackets is not seen.
 
         with isograd.torch.use() as switch:
             model(batch)

@@ -1,0 +1,174 @@
+"""What a user calls: cross_entropy with its gradient, and linear_cross_entropy."""
+
+from typing import Any
+
+import numpy as np
+
+from isograd import functional
+from isograd.errors import InvalidProblemError
+from isograd.losses import cross_entropy as steps
+from isograd.losses import linear_cross_entropy as linear
+from isograd.losses.cross_entropy import Options
+from isograd.losses.linear_cross_entropy import LinearOptions
+
+
+def _taken(operation: str, given: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """The arguments that were given as NumPy arrays or tensors, and the way back for results."""
+    present = {name: value for name, value in given.items() if value is not None}
+    taken, restore = functional.inputs(operation, **present)
+    return dict.fromkeys(given) | dict(zip(present, taken, strict=True)), restore
+
+
+def _array(name: str, value: Any) -> dict[str, Any]:
+    """An argument that may also be a number, if it is none."""
+    return {} if value is None or isinstance(value, (int, float, np.number)) else {name: value}
+
+
+def cross_entropy(
+    logits: Any,
+    targets: Any,
+    weight: Any = None,
+    *,
+    axis: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    count: float | None = None,
+    return_gradient: bool = False,
+    return_state: bool = False,
+    dloss: Any = None,
+    out: Any = None,
+) -> Any:
+    """Cross entropy of logits and targets: `-w_t log softmax(x)_t` for every row of classes, then a reduction.
+
+    logits: float16, bfloat16, float32 or float64, rank 1 to 8, any strides: a NumPy array, a torch tensor, an array
+    with DLPack or a tape variable. axis: of the classes; as in torch the second one, of rank 1 the only one. targets:
+    class indices (int32, int64, uint32) of the logits' shape without that axis, or probabilities of the logits' shape
+    and dtype: `-Σ_j w_j y_j log softmax(x)_j`. weight: of the classes, in the logits' dtype or the work type.
+
+    ignore_index: rows with this target have loss and gradient 0. label_smoothing: ε from 0 to 1; the target
+    distribution is `(1 - ε) y + ε / classes`. z_loss: z, which adds `z · log(Σ exp x)²`. reduction: "mean", over the
+    weights of the targets that are not ignored (probabilities: over the rows), "sum", or "none" for the losses of the
+    rows. count: what the mean divides by instead; with the count of a whole batch the gradients of its parts have the
+    bits that they have in one piece.
+
+    return_gradient: return (loss, gradient of the logits), computed in one pass. dloss: the gradient of the loss (1).
+    out: where the gradient goes; the logits themselves are accepted, which then hold it. return_state: return (loss,
+    state); `cross_entropy_backward` takes the state, four numbers a row, and needs to sum nothing again.
+
+    The loss is float32, for float64 logits float64. Rows with NaN or +inf, or of -inf alone, give NaN. The same bits in
+    every order of rows and classes (`docs/arithmetic.md`, rule 12); `CrossEntropyPlan` says how far off.
+
+    Raises IndexOutOfRangeError, naming the place, for a target that is no class, InvalidProblemError for shapes, axes
+    and options that make no sense, UnsupportedError for another dtype.
+    """
+    name = "cross_entropy_gradient" if return_gradient else "cross_entropy"
+    options = Options(axis, ignore_index, label_smoothing, z_loss, reduction, count)
+    tape = functional.tape_of(logits, targets, weight)
+    if return_gradient and (return_state or tape is not None):
+        other = "return_state" if return_state else "a tape variable"
+        raise InvalidProblemError(f"{name}: return_gradient and {other} exclude each other")
+    if not return_gradient and (dloss is not None or out is not None):
+        raise InvalidProblemError(f"{name}: dloss and out say where a gradient comes from; pass return_gradient=True")
+    if tape is not None:
+        if return_state:
+            raise InvalidProblemError(f"{name}: return_state is for arrays; the tape keeps the state itself")
+        return tape.cross_entropy(logits, targets, weight, **options._asdict())
+    arguments = {"logits": logits, "targets": targets, "weight": weight}
+    if not return_gradient:
+        taken, restore = _taken(name, arguments)
+        given = steps.problem(name, **taken, options=options)
+        losses, state = steps.forward(given)
+        loss = restore(steps.reduced(given, losses))
+        return (loss, restore(state)) if return_state else loss
+    taken, restore = _taken(name, arguments | _array("dloss", dloss))
+    dloss = taken.pop("dloss", dloss)
+    given = steps.problem(name, **taken, options=options)
+    losses, dlogits = steps.fused(given, steps.row_gradients(given, dloss), out)
+    return restore(steps.reduced(given, losses)), dlogits if out is not None else restore(dlogits)
+
+
+def cross_entropy_backward(
+    dloss: Any,
+    logits: Any,
+    targets: Any,
+    weight: Any = None,
+    *,
+    state: Any = None,
+    axis: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    count: float | None = None,
+    out: Any = None,
+) -> Any:
+    """The gradient of cross entropy for the logits: for every row `g ((Σ_j q_j + 2z lse) softmax(x) - q)`.
+
+    q is the (smoothed, weighted) target distribution and g the gradient of the row's loss. dloss: the gradient of the
+    reduced loss, a number or an array of the loss's shape and dtype. state: what `cross_entropy` returned for the
+    same arguments and `return_state`; without it the rows are summed again. out: where the gradient goes; the logits
+    themselves are accepted. Other arguments, bits and errors as for `cross_entropy`, whose gradient this equals.
+    """
+    name = "cross_entropy_backward"
+    arguments = {"logits": logits, "targets": targets, "weight": weight, "state": state}
+    taken, restore = _taken(name, arguments | _array("dloss", dloss))
+    dloss, state = taken.pop("dloss", dloss), taken.pop("state")
+    options = Options(axis, ignore_index, label_smoothing, z_loss, reduction, count)
+    given = steps.problem(name, **taken, options=options)
+    dlosses = steps.row_gradients(given, dloss)
+    dlogits = steps.fused(given, dlosses, out)[1] if state is None else steps.backward(given, dlosses, state, out)
+    return dlogits if out is not None else restore(dlogits)
+
+
+def linear_cross_entropy(
+    hidden: Any,
+    weight: Any,
+    targets: Any,
+    bias: Any = None,
+    *,
+    class_weight: Any = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    count: float | None = None,
+    chunk: int | None = None,
+    return_gradient: bool = False,
+    dloss: Any = None,
+) -> Any:
+    """Cross entropy of `hidden @ weight^T + bias` and targets, without ever holding more than a chunk of the logits.
+
+    hidden: [..., features], float16, bfloat16, float32 or float64: a NumPy array, a torch tensor or a tape variable.
+    weight: [classes, features], bias: [classes], both of that dtype. targets: class indices, [...]. class_weight: as
+    `weight` of `cross_entropy`, and so are the other options. chunk: rows whose logits are held at a time.
+
+    return_gradient: return (loss, dhidden, dweight), and dbias where there is a bias. dloss: the gradient of the loss.
+
+    On the CPU the products are order-free (`docs/arithmetic.md`, rule 10): the bits are those of `matmul`, an addition
+    and `cross_entropy` one after the other, whatever the chunk. On a GPU the products are torch's. Results are the
+    same on every run there, but their bits depend on chunk, batch and GPU; the plan's guarantee says so.
+
+    Raises IndexOutOfRangeError, naming the place, for a target that is no class, InvalidProblemError for shapes,
+    dtypes and options that do not match, UnsupportedError for another dtype.
+    """
+    name = "linear_cross_entropy_gradient" if return_gradient else "linear_cross_entropy"
+    options = LinearOptions(ignore_index, label_smoothing, z_loss, reduction, count, chunk)
+    if (tape := functional.tape_of(hidden, weight, bias)) is not None:
+        if return_gradient:
+            raise InvalidProblemError(f"{name}: return_gradient and a tape variable exclude each other")
+        return tape.linear_cross_entropy(
+            hidden, weight, targets, bias, class_weight=class_weight, **options._asdict()
+        )  # fmt: skip
+    if not return_gradient and dloss is not None:
+        raise InvalidProblemError(f"{name}: dloss says where a gradient comes from; pass return_gradient=True")
+    arguments = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias, "class_weight": class_weight}
+    taken, restore = _taken(name, arguments | _array("dloss", dloss))
+    dloss = taken.pop("dloss", dloss)
+    given = linear.problem(name, **taken, options=options)
+    if not return_gradient:
+        return restore(linear.reduced(given, linear.forward(given)))
+    losses, dhidden, *rest = linear.gradient(given, linear.row_gradients(given, dloss))
+    dhidden = functional.reshaped(name, "dhidden", dhidden, tuple(hidden.shape))
+    return tuple(restore(a) for a in (linear.reduced(given, losses), dhidden, *rest))

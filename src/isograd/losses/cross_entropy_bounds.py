@@ -1,0 +1,146 @@
+"""The error bounds that plans of cross entropy promise, as formulas that can be evaluated.
+
+Notation as in `softmax/bounds.py`: u half an ulp of 1 in the work type, q the quantum of a sum of exponentials, n the
+number of classes, η half of the smallest subnormal. A log-probability is off by at most δ |lp| + n q, δ being 2^-15 in
+16 bits and 4u else, and log Σ exp by at most λ = δ |lse - m| + 4u (|lse| + |m|) + n q. With d the target distribution,
+D = Σ_j |d_j| and T = Σ_j |d_j lp_j|:
+
+    loss       (δ + 8u) T + n q D + n 2^-44 (T + D) + z (2 |lse| λ + λ² + 4u lse²) + η
+    gradient   |g a| (δ p + n q p + 8u p) + |g| (p A + 8u |d|) + ulp(dx)/2 + 4η (1 + |g|),
+               A = 4u (D + 2z |lse|) + n 2^-44 D + 2z λ
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isograd.losses import cross_entropy_reference as reference
+from isograd.losses.cross_entropy_reference import IGNORE_INDEX, Exact
+from isograd.numerics import constants as c
+from isograd.plan import ErrorBound
+from isograd.softmax.bounds import ulp
+
+Floats = NDArray[Any]
+
+_WIDE = np.longdouble
+_LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
+_LARGEST["float64"] = 1.7976931348623157e308
+
+
+class _Work:
+    """u, η, δ and the quanta of a storage type for n classes."""
+
+    def __init__(self, dtype: str, n: int) -> None:
+        wide, short = dtype == "float64", dtype in ("float16", "bfloat16")
+        self.u = _WIDE(2.0) ** (-53 if wide else -24)
+        self.eta = np.ldexp(_WIDE(1), -1075 if wide else -150)
+        self.delta = _WIDE(2.0**-15) if short else 4 * self.u
+        bits = c.QUANTUM_BITS + (c.LIMB_SHIFT_64 if wide else 0)
+        self.sum = n * _WIDE(2.0) ** -bits
+        short_bits = c.SHORT_QUANTUM_BITS if n <= c.SHORT_ROW else c.QUANTUM_BITS
+        self.exponentials = n * _WIDE(2.0) ** -(short_bits + 1 if short else bits)
+        self.largest = _WIDE(_LARGEST["float64" if wide else "float32"])
+
+
+def _row_parts(
+    logits: Floats,
+    targets: Floats,
+    weight: Floats | None,
+    axis: int,
+    ignore_index: int,
+    label_smoothing: float,
+    dtype: str,
+) -> tuple[Exact, Floats, _Work]:
+    """(the exact quantities, the bound λ of every row's logsumexp, constants)."""
+    exact = reference.exact(logits, targets, weight, axis, ignore_index, label_smoothing)
+    work = _Work(dtype, logits.shape[axis])
+    m = np.moveaxis(logits, axis, -1).reshape(-1, logits.shape[axis]).astype(_WIDE).max(axis=-1)
+    lse = np.abs(exact.lse)
+    bound = work.delta * np.abs(exact.lse - m) + 4 * work.u * (lse + np.abs(m)) + work.exponentials
+    return exact, bound, work
+
+
+def losses_bound(
+    logits: Floats,
+    targets: Floats,
+    weight: Floats | None = None,
+    axis: int = 1,
+    ignore_index: int = IGNORE_INDEX,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    dtype: str | None = None,
+) -> tuple[Floats, None]:
+    """The bound of the losses; `dtype` is the storage type where the logits are given in a wider one."""
+    with np.errstate(all="ignore"):
+        name = dtype or logits.dtype.name
+        parts, of_lse, work = _row_parts(logits, targets, weight, axis, ignore_index, label_smoothing, name)
+        q = np.abs(parts.q)
+        products = np.where(q == 0, 0, q * np.abs(parts.lp))
+        all_q, all_products = q.sum(axis=-1), products.sum(axis=-1)
+        bound = (work.delta + 8 * work.u) * all_products + work.exponentials * all_q
+        bound = bound + work.sum * (all_products + all_q) + work.eta
+        if z_loss:
+            lse = np.abs(parts.lse)
+            bound = bound + z_loss * (2 * lse * of_lse + of_lse**2 + 4 * work.u * lse**2)
+            all_products = all_products + z_loss * lse**2
+        bound = np.where(np.isnan(all_products) | (all_products > work.largest), np.inf, bound)
+        shape = tuple(np.delete(logits.shape, axis).tolist())
+        return np.where(parts.kept, bound, 0).reshape(shape), None
+
+
+def gradient_bound(
+    dlosses: Floats,
+    logits: Floats,
+    targets: Floats,
+    state: Floats | None = None,
+    weight: Floats | None = None,
+    axis: int = 1,
+    ignore_index: int = IGNORE_INDEX,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    dtype: str | None = None,
+) -> Floats:
+    """The bound of the gradient; `dtype` as above."""
+    name = dtype or logits.dtype.name
+    with np.errstate(all="ignore"):
+        parts, of_lse, work = _row_parts(logits, targets, weight, axis, ignore_index, label_smoothing, name)
+        g = np.abs(np.ascontiguousarray(dlosses).reshape(-1, 1).astype(_WIDE))
+        p, q = np.exp(parts.lp), np.abs(parts.q)
+        all_q = q.sum(axis=-1)
+        of_a, a = (4 * work.u + work.sum) * all_q, np.abs(parts.total)
+        if z_loss:
+            # Without a z-loss logsumexp plays no part, whatever it is.
+            of_a = of_a + 2 * z_loss * (of_lse + 4 * work.u * np.abs(parts.lse))
+            a = np.abs(parts.total + 2 * z_loss * parts.lse)
+        of_p = (work.delta + work.exponentials + 8 * work.u) * p
+        bound = g * (a[:, None] * of_p + p * of_a[:, None] + 8 * work.u * q) + 4 * work.eta * (1 + g * (1 + a[:, None]))
+        rest = (axis, ignore_index, label_smoothing, z_loss)
+        dx = reference.oracle_cross_entropy_backward(dlosses, logits, targets, None, weight, *rest)
+        kept = np.where(parts.kept[:, None], bound, 0).reshape(np.moveaxis(dx, axis, -1).shape)
+        bound = np.moveaxis(kept, -1, axis) + ulp(dx, name) / 2
+        large = (g * np.maximum(a[:, None], q) > work.largest).reshape(np.moveaxis(dx, axis, -1).shape)
+        return np.where(np.moveaxis(large, -1, axis) | (np.abs(dx) > _LARGEST[name]), np.inf, bound)
+
+
+def _both(
+    dlosses: Floats, logits: Floats, targets: Floats, weight: Floats | None = None, **options: Any
+) -> tuple[Floats, Floats]:
+    losses, _ = losses_bound(logits, targets, weight, **options)
+    return losses, gradient_bound(dlosses, logits, targets, None, weight, **options)
+
+
+_LOSS = "(δ + 8u)·T + n·q·D + n·2^-44·(T + D) + z·(2|lse|·λ + λ² + 4u·lse²) + η"
+_GRADIENT = "|g·a|·(δ + n·q + 8u)·p + |g|·(p·A + 8u·|d|) + ulp(dx)/2 + 4η·(1 + |g|·(1 + |a|))"
+_BOUNDS: dict[str, tuple[str, Any]] = {
+    "cross_entropy": (_LOSS, losses_bound),
+    "cross_entropy_backward": (_GRADIENT, gradient_bound),
+    "cross_entropy_gradient": (f"losses: {_LOSS}; gradient: {_GRADIENT}", _both),
+}
+
+
+def error_bound(operation: str) -> ErrorBound:
+    """The bound of an operation; call it with the operation's inputs and options."""
+    formula, evaluate = _BOUNDS[operation]
+    return ErrorBound(formula, functools.partial(evaluate))

@@ -1,0 +1,142 @@
+"""What a user calls: kl_div and distillation_loss with their backwards."""
+
+from typing import Any
+
+from isograd import arrays, functional
+from isograd.losses.divergence_plans import (
+    DistillationLossBackwardDescriptor,
+    DistillationLossBackwardPlan,
+    DistillationLossDescriptor,
+    DistillationLossPlan,
+    KlDivBackwardDescriptor,
+    KlDivBackwardPlan,
+    KlDivDescriptor,
+    KlDivPlan,
+)
+from isograd.losses.promises import checked_flag, checked_reduction, checked_scale, work_name
+
+
+def kl_div(input: Any, target: Any, reduction: str = "mean", log_target: bool = False) -> Any:  # noqa: A002
+    """The divergence of a target distribution p from log-probabilities x: `p * (log p - x)`, element by element.
+
+    input: log-probabilities, float16, bfloat16, float32 or float64, rank 0 to 8, any strides. target: probabilities,
+    or log-probabilities with `log_target`, of the same shape and dtype. NumPy arrays, torch tensors, arrays with DLPack
+    or tape variables. reduction: "mean" over all elements, "batchmean" over the first dimension, "sum", or "none".
+
+    The loss has the work type (float32 for 16 bits). Where p is 0 the term is 0, whatever the input is, unless it is
+    NaN; the sum is order-free (`docs/arithmetic.md`, rule 12).
+
+    Raises InvalidProblemError for shapes or dtypes that differ and for another reduction, UnsupportedError for another
+    dtype.
+    """
+    operation = "kl_div"
+    reduction = checked_reduction(operation, reduction)
+    log_target = checked_flag(operation, "log_target", log_target)
+    if (tape := functional.tape_of(input, target)) is not None:
+        return tape.kl_div(input, target, reduction, log_target)
+    (x, t), restore = functional.inputs(operation, input=input, target=target)
+    device, dtype = arrays.describe(x, operation, "input")
+    plan = functional.plan(KlDivPlan, KlDivDescriptor(tuple(x.shape), dtype, reduction, log_target), device)
+    loss = functional.empty(plan.descriptor.loss_shape, work_name(dtype), x)  # type: ignore[attr-defined]
+    return restore(functional.run(plan, input=x, target=t, loss=loss))
+
+
+def kl_div_backward(
+    dloss: Any,
+    input: Any,  # noqa: A002
+    target: Any,
+    reduction: str = "mean",
+    log_target: bool = False,
+    wrt: str = "input",
+) -> Any:
+    """The gradient of kl_div for its input, `-dloss * p`, or with `wrt="target"` for its target.
+
+    dloss: the gradient of the loss, of its shape and dtype; any strides, an expanded one included. The other arguments
+    as for `kl_div`. The gradient for a target is `dloss * (log p + 1 - x)`, times p where the target holds logarithms,
+    and 0 where p is 0.
+
+    Raises InvalidProblemError for shapes or dtypes that do not match, and for another reduction or `wrt`.
+    """
+    operation = "kl_div_backward"
+    reduction = checked_reduction(operation, reduction)
+    log_target = checked_flag(operation, "log_target", log_target)
+    (g, x, t), restore = functional.inputs(operation, dloss=dloss, input=input, target=target)
+    device, dtype = arrays.describe(x, operation, "input")
+    descriptor = KlDivBackwardDescriptor(tuple(x.shape), dtype, reduction, log_target, wrt)
+    plan = functional.plan(KlDivBackwardPlan, descriptor, device)
+    dx = functional.empty(tuple(x.shape), dtype, x)
+    return restore(functional.run(plan, dloss=g, input=x, target=t, dx=dx))
+
+
+def _fields(
+    operation: str, student: Any, teacher: Any, indices: Any, temperature: Any, reduction: Any
+) -> tuple[str, tuple[Any, ...]]:
+    """(device, the fields of the descriptor)."""
+    device, dtype = arrays.describe(student, operation, "student")
+    _, teacher_dtype = arrays.describe(teacher, operation, "teacher")
+    classes, index_dtype = None, "int64"
+    if indices is not None:
+        _, index_dtype = arrays.describe(indices, operation, "indices", True)
+        classes = int(indices.shape[-1]) if len(indices.shape) else 0
+    scale = checked_scale(operation, "temperature", temperature, dtype)
+    reduction = checked_reduction(operation, reduction)
+    return device, (tuple(student.shape), dtype, teacher_dtype, scale, classes, index_dtype, reduction)
+
+
+def distillation_loss(
+    student: Any, teacher: Any, temperature: float = 1.0, indices: Any = None, reduction: str = "batchmean"
+) -> Any:
+    """`T^2 * sum_j p_j (log p_j - log q_j)`, p = softmax(teacher / T) and q = softmax(student / T) over the last axis.
+
+    student: logits, float16, bfloat16, float32 or float64, rank 1 to 8, any strides: a NumPy array, a torch tensor, an
+    array with DLPack or a tape variable. teacher: logits of the same shape; its dtype may be another one with the same
+    work type. temperature: T. reduction of the losses of the rows: "batchmean" over the first dimension, "mean" over
+    all rows, "sum", or "none" for the losses themselves, of shape `student.shape[:-1]`.
+
+    indices: with the indices of k classes a row, distinct ones (int32, int64 or uint32, shape `[..., k]`), the teacher
+    holds the logarithms of their probabilities under `softmax(teacher / T)` instead, and all other classes are one
+    bucket with the rest of the probability, the student's likewise.
+
+    The loss has the work type and the arithmetic of its rows, for 16-bit logits too. Where a teacher's probability is 0
+    the term is 0. A row with NaN or +inf or of -inf alone, or with a log-probability above 1/2, gives NaN. The teacher
+    gets no gradient.
+
+    Raises IndexOutOfRangeError for an index that is no class (on the CPU; on a GPU the row's loss is NaN),
+    InvalidProblemError for repeated indices and for arguments that do not match, UnsupportedError for another dtype.
+    """
+    operation = "distillation_loss"
+    if (tape := functional.tape_of(student, teacher)) is not None:
+        return tape.distillation_loss(student, teacher, temperature, indices, reduction)
+    given = {"student": student, "teacher": teacher} | ({} if indices is None else {"indices": indices})
+    taken, restore = functional.inputs(operation, **given)
+    device, fields = _fields(operation, *taken, *[None] * (3 - len(taken)), temperature, reduction)
+    plan = functional.plan(DistillationLossPlan, DistillationLossDescriptor(*fields), device)
+    loss = functional.empty(plan.descriptor.loss_shape, work_name(plan.descriptor.dtype), taken[0])  # type: ignore[attr-defined]
+    return restore(functional.run(plan, **dict(zip(given, taken, strict=True)), loss=loss))
+
+
+def distillation_loss_backward(
+    dloss: Any,
+    student: Any,
+    teacher: Any,
+    temperature: float = 1.0,
+    indices: Any = None,
+    reduction: str = "batchmean",
+    *,
+    out: Any = None,
+) -> Any:
+    """The gradient of the distillation loss for the student's logits: `dloss * T * (q - p)`.
+
+    dloss: the gradient of the loss, of its shape and dtype; any strides. out: where the gradient goes; student itself
+    is accepted. The other arguments and errors as for `distillation_loss`. With indices, a class that the teacher does
+    not name gets `q` less its share, by the student, of the teacher's rest.
+    """
+    operation = "distillation_loss_backward"
+    given = {"dloss": dloss, "student": student, "teacher": teacher}
+    given |= {} if indices is None else {"indices": indices}
+    taken, restore = functional.inputs(operation, **given)
+    device, fields = _fields(operation, *taken[1:], *[None] * (4 - len(taken)), temperature, reduction)
+    plan = functional.plan(DistillationLossBackwardPlan, DistillationLossBackwardDescriptor(*fields), device)
+    dstudent = functional.empty(tuple(taken[1].shape), plan.descriptor.dtype, taken[1]) if out is None else out
+    result = functional.run(plan, **dict(zip(given, taken, strict=True)), dstudent=dstudent)
+    return restore(result) if out is None else out

@@ -1,0 +1,230 @@
+"""The error bounds that plans of divergences promise, as formulas that can be evaluated.
+
+u is half an ulp of 1 in the work type, q the quantum of a sum, n the classes, k the teacher's best ones; δ is what the
+scaling by 1 / T, which is exact for powers of two, leaves of the logits: 3u |z|.
+"""
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isograd.losses import divergence_reference as ref
+from isograd.plan import ErrorBound
+from isograd.softmax import bounds as family
+
+Floats = NDArray[Any]
+_WIDE = np.longdouble
+
+
+def work_name(dtype: str) -> str:
+    """The name of the type that a storage type is computed in."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+def sum_error(terms: Floats, dtype: str, axis: Any = None) -> Floats:
+    """Count · q / 2 of an order-free sum, q from the largest term or the next binade; infinite where one overflows."""
+    _, bits, _, largest = family._work(dtype)
+    top = np.max(np.abs(terms), axis=axis, initial=0) * (1 + 2.0**-20)
+    count = terms.size if axis is None else terms.shape[axis]
+    _, exponent = np.frexp(top)
+    q = np.ldexp(np.ones_like(top), np.maximum(exponent - 1, -1022 if dtype == "float64" else -126) - bits)
+    return np.where(top <= largest, count * q / 2, np.where(np.isinf(top), 0, np.inf))
+
+
+def _reduced(losses: Floats, errors: Floats, reduction: str, dtype: str) -> Floats:
+    """The bound of the reduced losses from those of single ones."""
+    work = work_name(dtype)
+    count = ref.divisor(reduction, losses.shape)
+    with np.errstate(all="ignore"):
+        if reduction == "none":
+            value, error = losses, errors
+        else:
+            value = np.asarray(losses.sum() / _WIDE(count))
+            error = np.asarray((errors.sum() + sum_error(losses, work)) / _WIDE(max(count, 1)))
+        overflow = np.isfinite(value) & (np.abs(value) * max(count, 1) > family._FORMATS[work][2])
+        return np.where(overflow, np.inf, error + 2 * family.ulp(value, work))
+
+
+def _kl_parts(input: Floats, target: Floats, log_target: bool) -> tuple[Floats, Floats, Floats]:  # noqa: A002
+    """(p, |log p|, |log p - x|), zeros where p is 0."""
+    x, t = input.astype(_WIDE), target.astype(_WIDE)
+    p, log_p = (np.exp(t), t) if log_target else (t, np.log(t))
+    d = np.abs(log_p - x)
+    return p, np.where(p == 0, 0, np.abs(log_p)), np.where(p == 0, 0, d)
+
+
+def _kl_div(dtype: str, input: Floats, target: Floats, reduction: str = "mean", log_target: bool = False) -> Floats:  # noqa: A002
+    u, _, eta, _ = family._work(dtype)
+    with np.errstate(all="ignore"):
+        terms = ref.oracle_kl_terms(input, target, log_target)
+        p, log_p, d = _kl_parts(input, target, log_target)
+        errors = 3 * u * p * (log_p + d) + 2 * eta + (3 * u * p * d + 4 * eta * d if log_target else 0)
+        return _reduced(terms, np.where(np.isfinite(terms), errors, 0), reduction, dtype)
+
+
+def _kl_div_backward(
+    dtype: str,
+    dloss: Floats,
+    input: Floats,  # noqa: A002
+    target: Floats,
+    reduction: str = "mean",
+    log_target: bool = False,
+    wrt: str = "input",
+) -> Floats:
+    u, _, eta, largest = family._work(dtype)
+    with np.errstate(all="ignore"):
+        dx = ref.oracle_kl_div_backward(dloss, input, target, reduction, log_target, wrt)
+        g = np.abs(dloss.astype(_WIDE)) / (1 if reduction == "none" else _WIDE(ref.divisor(reduction, input.shape)))
+        p, log_p, d = _kl_parts(input, target, log_target)
+        if wrt == "input":
+            error = 5 * u * np.abs(dx) + (4 * eta * g if log_target else 0)
+        else:
+            error = 5 * u * g * (log_p + 2 * d + 2) * (p if log_target else 1) + (4 * eta * g * (d + 1))
+        error = error + 2 * eta * (1 + p + d) + family.ulp(dx, dtype) / 2
+        limit = min(family._FORMATS[dtype][2], largest)
+        return np.where(np.isfinite(dx) & (np.abs(dx) > limit), np.inf, error)
+
+
+def _delta(z: Floats, temperature: float, u: float) -> Floats:
+    """What the scaled logits are off by; nothing where the scaling is exact."""
+    exact = math.frexp(temperature)[0] == 0.5
+    return np.zeros_like(z) if exact else np.where(np.isfinite(z), 3 * u * np.abs(z), 0)
+
+
+def _mean(p: Floats, values: Floats) -> Floats:
+    """The mean of finite values under a distribution, one a row."""
+    return np.where(p > 0, p * values, 0).sum(-1, keepdims=True)
+
+
+class _Rows:
+    """Rows of scaled logits: the exact distribution and how far off its parts are."""
+
+    def __init__(self, logits: Floats, temperature: float, dtype: str) -> None:
+        u, bits, _, _ = family._work(dtype)
+        n = logits.shape[-1]
+        z = logits.astype(_WIDE) / _WIDE(temperature)
+        self.log_p = ref._oracle_log_softmax(z)
+        self.p = np.exp(self.log_p)
+        delta = _delta(z, temperature, u)
+        m = np.abs(np.max(z, axis=-1, keepdims=True, initial=-np.inf))
+        self.shift = delta + _mean(self.p, delta)  # of a log-probability, by the scaling
+        self.log_error = self.shift + 2 * n * 2.0**-bits + u * (2 + math.log(max(n, 1))) + 8 * u * u * m
+        self.relative = 4 * u + n * 2.0**-bits + np.expm1(np.minimum(self.shift, 50))
+
+
+def _row_terms(dtype: str, student: Floats, teacher: Floats, temperature: float) -> tuple[Floats, Floats]:
+    u, _, eta, _ = family._work(dtype)
+    terms = ref.oracle_distillation_terms(student, teacher, None, temperature)
+    s, t = _Rows(student, temperature, dtype), _Rows(teacher, temperature, dtype)
+    d = np.where(t.p > 0, np.abs(t.log_p - s.log_p), 0)
+    errors = t.p * (t.log_error + s.log_error + 4 * u * d) + d * (t.p * (t.relative + 2 * u) + 4 * eta) + 2 * eta
+    return terms, np.where(np.isfinite(terms), errors, 0)
+
+
+def _rest_error(log_p: Floats, dtype: str) -> Floats:
+    """How far the teacher's rest is off."""
+    u, bits, _, _ = family._work(dtype)
+    return 2 * u * np.exp(log_p).sum(-1) + log_p.shape[-1] * 2.0 ** (1 - bits) + u
+
+
+def _rest_relative(dtype: str, n: int) -> float:
+    """The relative error that quanta cause in the sum over the student's rest."""
+    return float(2 * n * 2.0 ** (ref.REST_BITS - family._work(dtype)[1]))
+
+
+def _top_terms(dtype: str, student: Floats, teacher: Floats, indices: Any, temperature: float) -> tuple[Floats, Floats]:
+    u, _, eta, _ = family._work(dtype)
+    terms = ref.oracle_distillation_terms(student, teacher, indices, temperature)
+    log_p, log_q, p_rest, log_q_rest = ref.oracle_rest(student, teacher, indices, temperature)
+    s, p = _Rows(student, temperature, dtype), np.exp(log_p)
+    at = np.take_along_axis(np.broadcast_to(s.log_error, student.shape), indices.astype(np.int64), -1)
+    d = np.where(p > 0, np.abs(log_p - log_q), 0)
+    errors = p * (at + 4 * u * np.abs(log_q) + 6 * u * d) + d * 4 * eta + 2 * eta
+    off = _rest_error(log_p, dtype)
+    most = np.max(s.log_error, axis=-1, initial=0)
+    about = np.abs(np.log(off)) + np.abs(log_q_rest) + 2
+    rest = 2 * off * about + p_rest * (2 * most + _rest_relative(dtype, student.shape[-1]) + 6 * u * about)
+    rest = np.where(teacher.shape[-1] == student.shape[-1], 0, rest)
+    errors = np.concatenate([errors, rest[..., None]], axis=-1)
+    return terms, np.where(np.isfinite(terms), errors, 0)
+
+
+def _distillation_loss(
+    dtype: str,
+    student: Floats,
+    teacher: Floats,
+    indices: Any = None,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+) -> Floats:
+    u, _, _, _ = family._work(dtype)
+    with np.errstate(all="ignore"):
+        if student.size == 0:
+            losses = np.zeros(student.shape[:-1], _WIDE)
+            return _reduced(losses, losses, reduction, dtype)
+        if indices is None:
+            terms, errors = _row_terms(dtype, student, teacher, temperature)
+        else:
+            terms, errors = _top_terms(dtype, student, teacher, indices, temperature)
+        losses = _WIDE(temperature) ** 2 * terms.sum(-1)
+        error = _WIDE(temperature) ** 2 * (errors.sum(-1) + sum_error(terms, work_name(dtype), -1))
+        error = error + 4 * u * np.abs(losses) + family.ulp(losses, work_name(dtype))
+        return _reduced(losses, np.where(np.isfinite(losses), error, 0), reduction, dtype)
+
+
+def _distillation_loss_backward(
+    dtype: str,
+    dloss: Floats,
+    student: Floats,
+    teacher: Floats,
+    indices: Any = None,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+) -> Floats:
+    u, _, eta, _ = family._work(dtype)
+    if student.size == 0:
+        return student.astype(_WIDE)
+    with np.errstate(all="ignore"):
+        dx = ref.oracle_distillation_loss_backward(dloss, student, teacher, indices, temperature, reduction)
+        count = 1 if reduction == "none" else ref.divisor(reduction, student.shape[:-1])
+        g = np.abs(np.broadcast_to(dloss, student.shape[:-1]).astype(_WIDE))[..., None] * _WIDE(temperature) / count
+        s = _Rows(student, temperature, dtype)
+        error = s.p * s.relative
+        if indices is None:
+            t = _Rows(teacher, temperature, dtype)
+            error = error + t.p * t.relative
+        else:
+            log_p, _, p_rest, log_q_rest = ref.oracle_rest(student, teacher, indices, temperature)
+            share = np.where(s.p > 0, np.exp(s.log_p - log_q_rest[..., None]), 0)
+            relative = (4 + 4 * np.abs(s.log_p - log_q_rest[..., None])) * u + 2 * s.log_error
+            relative = relative + _rest_relative(dtype, student.shape[-1])
+            rest = share * (_rest_error(log_p, dtype)[..., None] + p_rest[..., None] * np.expm1(relative))
+            rest = np.where(share > 0, rest, 0)
+            where = indices.astype(np.int64)
+            np.put_along_axis(rest, where, 3 * u * np.exp(log_p), -1)
+            error = error + (0 if teacher.shape[-1] == student.shape[-1] else rest)
+            np.put_along_axis(error, where, np.take_along_axis(error, where, -1) + 3 * u * np.exp(log_p), -1)
+        error = g * (error + 8 * eta) + 6 * u * np.abs(dx) + 2 * eta + family.ulp(dx, dtype) / 2
+        return np.where(np.isfinite(dx) & (np.abs(dx) > family._FORMATS[dtype][2]), np.inf, error)
+
+
+_EVALUATE = {
+    "kl_div": _kl_div,
+    "kl_div_backward": _kl_div_backward,
+    "distillation_loss": _distillation_loss,
+    "distillation_loss_backward": _distillation_loss_backward,
+}
+_FORMULAS = {
+    "kl_div": "(Σ 3u·p·(|log p| + 2·|log p - x|) + n·q/2) / count + 2 ulp",
+    "kl_div_backward": "5u·|g|·(|log p| + 2·|log p - x| + 2) + ulp(dx)/2 (input: 5u·|dx| + ulp(dx)/2)",
+    "distillation_loss": "T²·Σ p·((10u + n·q)·|d| + 2n·q + u·(4 + 2 log n) + 2δ) + n·q/2 + 2 ulp, d = log p - log q",
+    "distillation_loss_backward": "T·|g|·(p + q)·(4u + n·q + 2δ) + 6u·|dx| + ulp(dx)/2",
+}
+
+
+def error_bound(operation: str, dtype: str) -> ErrorBound:
+    """The bound of an operation; call it with the operation's inputs and options."""
+    return ErrorBound(_FORMULAS[operation], functools.partial(_EVALUATE[operation], dtype))

@@ -1,0 +1,99 @@
+"""The error bounds of linear_cross_entropy: those of cross entropy at the exact logits, and what the products add.
+
+With E_j the bound of a logit and E its maximum over a row, and with the notation of `cross_entropy_bounds.py`:
+
+    loss        that of cross entropy + 2 D E + 2z E (|lse| + E)
+    gradient G of the logits
+                that of cross entropy + |g| (|a| p (e^2E - 1) + 2z E p e^2E) + 2 ulp(G) of the storage type
+    dhidden     B_G @ |weight| + the product's own, likewise dweight; dbias  Σ B_G + n 2^-44 Σ |G| + ulp/2
+
+A product's own bound is rule 10's on the CPU. Elsewhere, with K the contracted length and sums in binary32, it is
+(K 2^-22 + s) Σ_k |a_k b_k| + ulp/2, s being 2^-7 where partial sums may be 16 bits wide and 0 else.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from isograd.losses import cross_entropy_bounds as bounds
+from isograd.losses import cross_entropy_reference as reference
+from isograd.losses.cross_entropy_reference import IGNORE_INDEX, Floats
+from isograd.plan import ErrorBound
+from isograd.softmax.bounds import ulp
+
+_WIDE = np.longdouble
+Product = Callable[[Floats, Floats, str], Floats]
+
+
+def order_free(a: Floats, b: Floats, dtype: str) -> Floats:
+    """How far the order-free product of a [R, K] and b [K, C] may be from the exact one; given in a wide type."""
+    level = _WIDE(2.0) ** (-67 if dtype == "float64" else -50)
+    rows = np.max(np.abs(a), axis=1, initial=0)[:, None]
+    columns = np.max(np.abs(b), axis=0, initial=0)[None]
+    return np.asarray(a.shape[1] * level * rows * columns + ulp(a @ b, dtype) * 0.51)
+
+
+def accumulated(a: Floats, b: Floats, dtype: str) -> Floats:
+    """The same for a product with sums in binary32 (binary64 for float64), in any order and in parts."""
+    level = a.shape[1] * _WIDE(2.0) ** (-51 if dtype == "float64" else -22)
+    level = level + (_WIDE(2.0) ** -7 if dtype in ("float16", "bfloat16") else 0)
+    return np.asarray(level * (np.abs(a) @ np.abs(b)) + ulp(a @ b, dtype) * 0.51)
+
+
+def _evaluate(
+    product: Product,
+    gradient: bool,
+    hidden: Floats,
+    weight: Floats,
+    targets: Floats,
+    dlosses: Floats | None = None,
+    bias: Floats | None = None,
+    class_weight: Floats | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Any:
+    name = hidden.dtype.name
+    h, w = hidden.astype(_WIDE), weight.astype(_WIDE)
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+    with np.errstate(all="ignore"):
+        logits, of_logits = h @ w.T, product(h, w.T, name)
+        if bias is not None:
+            logits = logits + bias.astype(_WIDE)
+            of_logits = of_logits + ulp(logits, name)
+        error = of_logits.max(axis=1)
+        parts = reference.exact(logits, targets, class_weight, 1, ignore_index, label_smoothing)
+        total, lse = np.abs(parts.q).sum(axis=1), np.abs(parts.lse)
+        of_losses = bounds.losses_bound(logits, targets, class_weight, **options, dtype=name)[0]
+        of_losses = of_losses + 2 * total * error + 2 * z_loss * error * (lse + error)
+        of_losses = np.where(parts.kept, of_losses, 0)
+        if not gradient or dlosses is None:
+            return of_losses
+        g, p = np.abs(dlosses.astype(_WIDE))[:, None], np.exp(parts.lp)
+        a, growth = total[:, None] + 2 * z_loss * lse[:, None], np.exp(2 * error)[:, None]
+        exact = reference.oracle_cross_entropy_backward(dlosses, logits, targets, None, class_weight, **options)
+        of_g = bounds.gradient_bound(dlosses, logits, targets, None, class_weight, **options, dtype=name)
+        of_g = of_g + g * p * (a * (growth - 1) + 2 * z_loss * error[:, None] * growth) + 2 * ulp(exact, name)
+        of_g = np.where(parts.kept[:, None], of_g, 0)
+        absolute = np.abs(exact) + of_g
+        result = (
+            of_losses,
+            of_g @ np.abs(w) + product(absolute, np.abs(w), name),
+            of_g.T @ np.abs(h) + product(absolute.T, np.abs(h), name),
+        )
+        if bias is None:
+            return result
+        summed = absolute.sum(axis=0)
+        quanta = len(h) * _WIDE(2.0) ** -(88 if name == "float64" else 44)
+        return (*result, of_g.sum(axis=0) + quanta * summed + ulp(summed, name))
+
+
+def error_bound(operation: str, product: Product) -> ErrorBound:
+    """The bound of an operation; call it with the operation's inputs and options."""
+    gradient = operation.endswith("gradient")
+    formula = "cross entropy's + 2·D·E + 2z·E·(|lse| + E), E the bound of a row's logits"
+    if gradient:
+        formula += "; gradients: cross entropy's and what E adds, through the products"
+    return ErrorBound(formula, functools.partial(_evaluate, product, gradient))

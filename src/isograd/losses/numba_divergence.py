@@ -1,0 +1,162 @@
+"""kl_div on the CPU: pieces of a block, so that the two passes of a sum find their threads in any shape."""
+
+import numpy as np
+
+from isograd.losses.numba_steps import work_one
+from isograd.numerics.numba_compile import device_function, kernel
+from isograd.numerics.numba_memory import BLOCK, load, load_block, pointer, row_offset, stack_block, store, store_block
+from isograd.numerics.numba_ops import exp, log, magnitude_key
+from isograd.numerics.numba_storage import narrow
+from isograd.numerics.numba_sum import (
+    block_magnitude,
+    block_special,
+    block_terms,
+    is_finite_key,
+    special_value,
+    sum_scale,
+)
+from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
+
+
+@device_function
+def _known(p, x, value, zero):
+    """The value where there is a probability; 0 where it is 0, whatever the input is, unless that is no number."""
+    return value if p != zero else (zero if x == x else x)
+
+
+@device_function
+def _kl_block(x, x_offset, x_stride, t, t_offset, t_stride, count, log_target, a, b, zero):
+    """The terms of a piece of a row, in block b."""
+    load_block(x, x_offset, x_stride, count, a)
+    load_block(t, t_offset, t_stride, count, b)
+    if log_target:
+        for i in range(count):
+            x_i, t_i = load(a, i), load(b, i)
+            p = exp(t_i)
+            store(b, i, _known(p, x_i, p * (t_i - x_i), zero))
+    else:
+        for i in range(count):
+            x_i, p = load(a, i), load(b, i)
+            store(b, i, _known(p, x_i, p * (log(p) - x_i), zero))
+
+
+@device_function
+def _piece(index, n):
+    """(row, start within it, length) of a piece; a row is cut into pieces of a block."""
+    pieces = (n + BLOCK - 1) // BLOCK
+    row = index // pieces
+    j = (index - row * pieces) * BLOCK
+    return row, j, min(n - j, BLOCK)
+
+
+@kernel
+def kl_terms(
+    like, zero, x_address, t_address, loss_address, shape, x_strides, t_strides, loss_strides, n,
+    x_stride, t_stride, loss_stride, log_target, start, stop,
+):  # fmt: skip
+    """Every term by itself."""
+    x, t, loss = pointer(x_address, like), pointer(t_address, like), pointer(loss_address, zero)
+    a, b = stack_block(zero), stack_block(zero)
+    for index in range(start, stop):
+        row, j, count = _piece(index, n)
+        xo, to = row_offset(row, shape, x_strides), row_offset(row, shape, t_strides)
+        _kl_block(x, xo + j * x_stride, x_stride, t, to + j * t_stride, t_stride, count, log_target, a, b, zero)
+        store_block(loss, row_offset(row, shape, loss_strides) + j * loss_stride, loss_stride, count, b)
+
+
+@kernel
+def kl_magnitude(
+    like, zero, x_address, t_address, shape, x_strides, t_strides, n, x_stride, t_stride, log_target, keys, grain,
+    start, stop,
+):  # fmt: skip
+    """The largest magnitude key of the terms of a range of pieces, one slot a range."""
+    x, t = pointer(x_address, like), pointer(t_address, like)
+    a, b = stack_block(zero), stack_block(zero)
+    key = magnitude_key(zero)
+    for index in range(start, stop):
+        row, j, count = _piece(index, n)
+        xo, to = row_offset(row, shape, x_strides), row_offset(row, shape, t_strides)
+        _kl_block(x, xo + j * x_stride, x_stride, t, to + j * t_stride, t_stride, count, log_target, a, b, zero)
+        key = block_magnitude(b, count, key)
+    keys[start // grain] = key
+
+
+@kernel
+def kl_sum(
+    like, zero, x_address, t_address, shape, x_strides, t_strides, n, x_stride, t_stride, log_target, key,
+    highs, lows, specials, grain, start, stop,
+):  # fmt: skip
+    """The exact sum of the terms of a range of pieces, one slot a range."""
+    x, t = pointer(x_address, like), pointer(t_address, like)
+    a, b = stack_block(zero), stack_block(zero)
+    finite = is_finite_key(key)
+    first, second, _ = sum_scale(key)
+    hi, lo, special = np.int64(0), np.uint64(0), np.int64(0)
+    for index in range(start, stop):
+        row, j, count = _piece(index, n)
+        xo, to = row_offset(row, shape, x_strides), row_offset(row, shape, t_strides)
+        _kl_block(x, xo + j * x_stride, x_stride, t, to + j * t_stride, t_stride, count, log_target, a, b, zero)
+        if finite:
+            high, low = block_terms(b, count, first, second)
+            hi, lo = add_limbs(hi, lo, high, low, limb_shift(zero))
+        else:
+            special = block_special(b, count, special)
+    highs[start // grain], lows[start // grain], specials[start // grain] = hi, lo, special
+
+
+@kernel
+def finish_sum(zero, key, highs, lows, specials, divisor, loss_address, start, stop):
+    """The sum over all slots, divided and stored."""
+    _, _, exponent = sum_scale(key)
+    hi, lo, special = np.int64(0), np.uint64(0), np.int64(0)
+    for slot in range(len(highs)):
+        low = np.uint64(lo + lows[slot])
+        hi += highs[slot] + (np.int64(1) if low < lo else np.int64(0))
+        lo = low
+        special |= specials[slot]
+    s = wide_to_float(hi, lo, exponent, zero) if is_finite_key(key) else special_value(special, zero)
+    store(pointer(loss_address, zero), 0, narrow(s / divisor, zero))
+
+
+@kernel
+def kl_gradient(
+    like, zero, g_address, x_address, t_address, dx_address, shape, g_strides, x_strides, t_strides, dx_strides, n,
+    g_stride, x_stride, t_stride, dx_stride, divisor, log_target, for_input, start, stop,
+):  # fmt: skip
+    """The gradient for the input or the target."""
+    g, x, t = pointer(g_address, zero), pointer(x_address, like), pointer(t_address, like)
+    dx = pointer(dx_address, like)
+    one = work_one(zero)
+    a, b, c = stack_block(zero), stack_block(zero), stack_block(zero)
+    for index in range(start, stop):
+        row, j, count = _piece(index, n)
+        xo = row_offset(row, shape, x_strides) + j * x_stride
+        load_block(t, row_offset(row, shape, t_strides) + j * t_stride, t_stride, count, b)
+        if for_input:
+            if log_target:
+                for i in range(count):
+                    store(b, i, -exp(load(b, i)))
+            else:
+                for i in range(count):
+                    store(b, i, -load(b, i))
+        else:
+            load_block(x, xo, x_stride, count, a)
+            if log_target:
+                for i in range(count):
+                    x_i, t_i = load(a, i), load(b, i)
+                    p = exp(t_i)
+                    store(b, i, _known(p, x_i, p * ((t_i - x_i) + one), zero))
+            else:
+                for i in range(count):
+                    x_i, p = load(a, i), load(b, i)
+                    store(b, i, _known(p, x_i, (log(p) - x_i) + one, zero))
+        go = row_offset(row, shape, g_strides) + j * g_stride
+        if g_stride == 0:
+            upstream = load(g, go) / divisor
+            for i in range(count):
+                store(b, i, upstream * load(b, i))
+        else:
+            load_block(g, go, g_stride, count, c)
+            for i in range(count):
+                store(b, i, (load(c, i) / divisor) * load(b, i))
+        store_block(dx, row_offset(row, shape, dx_strides) + j * dx_stride, dx_stride, count, b)

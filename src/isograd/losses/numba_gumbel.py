@@ -1,0 +1,262 @@
+"""Gumbel-softmax on the CPU, one row of the axis after the other: noise, softmax, and the gradient."""
+
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from isograd.losses.gumbel_reference import LAST_WORD
+from isograd.losses.numba_steps import work_one
+from isograd.losses.numba_work_rows import block_exponentials, block_maximum, fill, stored_sum
+from isograd.numerics.numba_compile import device_function, kernel
+from isograd.numerics.numba_memory import (
+    BLOCK,
+    empty_work,
+    load,
+    load_block,
+    multiply_part,
+    pointer,
+    row_offset,
+    stack_block,
+    store,
+    store_block,
+    work_zero,
+)
+from isograd.numerics.numba_ops import from_key, is_finite, log, magnitude_key
+from isograd.numerics.numba_storage import narrow, widen
+from isograd.numerics.numba_sum import PARTIAL, block_magnitude
+from isograd.softmax.numba_steps import (
+    largest_quotient,
+    lowest_key,
+    quotient,
+    reciprocal,
+    row_shift,
+    term_scale,
+    work_nan,
+)
+
+_FORCE = {"forceinline": True}
+_MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+_M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_K0, _K1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+_LAST = np.uint64(LAST_WORD)
+_UNIT_32, _HALF_32 = np.float32(2.0**-23), np.float32(2.0**-24)
+_UNIT_64, _HALF_64 = np.float64(2.0**-52), np.float64(2.0**-53)
+
+
+# --- noise -----------------------------------------------------------------------------------------------------------
+@device_function
+def _philox(block, seed):
+    """The four words of a block, each in 64 bits."""
+    c0, c1, c2, c3 = block & _MASK, block >> _HALF, np.uint64(0), _LAST
+    k0, k1 = seed & _MASK, seed >> _HALF
+    for _ in range(10):
+        p0, p1 = c0 * _M0, c2 * _M1
+        c0, c1, c2, c3 = (p1 >> _HALF) ^ c1 ^ k0, p1 & _MASK, (p0 >> _HALF) ^ c3 ^ k1, p0 & _MASK
+        k0, k1 = (k0 + _K0) & _MASK, (k1 + _K1) & _MASK
+    return c0, c1, c2, c3
+
+
+def numbers_shift(like: Any) -> Any:
+    """How many numbers a block makes, as a power of two."""
+    raise NotImplementedError
+
+
+@overload(numbers_shift, jit_options=_FORCE)
+def _numbers_shift(like):
+    shift = np.uint64(1 if like == types.float64 else 2)
+    return lambda like: shift
+
+
+def variate(bits: Any, like: Any) -> Any:
+    """The variate in (0, 1) of some random bits of a block."""
+    raise NotImplementedError
+
+
+@overload(variate, jit_options=_FORCE)
+def _variate(bits, like):
+    if like == types.float64:
+        return lambda bits, like: np.float64(np.int64(bits >> np.uint64(12))) * _UNIT_64 + _HALF_64
+    return lambda bits, like: np.float32(np.int32(bits >> np.uint64(9))) * _UNIT_32 + _HALF_32
+
+
+def random_bits(index: Any, seed: Any, like: Any) -> Any:
+    """The random bits of one number."""
+    raise NotImplementedError
+
+
+@overload(random_bits, jit_options=_FORCE)
+def _random_bits(index, seed, like):
+    if like == types.float64:
+
+        def pair(index, seed, like):
+            a, b, c, d = _philox(index >> np.uint64(1), seed)
+            return (d << _HALF) | c if index & np.uint64(1) else (b << _HALF) | a
+
+        return pair
+
+    def word(index, seed, like):
+        a, b, c, d = _philox(index >> np.uint64(2), seed)
+        part = index & np.uint64(3)
+        low, high = (b if part & np.uint64(1) else a), (d if part & np.uint64(1) else c)
+        return high if part & np.uint64(2) else low
+
+    return word
+
+
+def store_variates(out: Any, place: Any, words: Any, like: Any) -> Any:
+    """Store the variates of a block, the first one at `place`."""
+    raise NotImplementedError
+
+
+@overload(store_variates, jit_options=_FORCE)
+def _store_variates(out, place, words, like):
+    if like == types.float64:
+
+        def pairs(out, place, words, like):
+            store(out, place, variate((words[1] << _HALF) | words[0], like))
+            store(out, place + 1, variate((words[3] << _HALF) | words[2], like))
+
+        return pairs
+
+    def each(out, place, words, like):
+        store(out, place, variate(words[0], like))
+        store(out, place + 1, variate(words[1], like))
+        store(out, place + 2, variate(words[2], like))
+        store(out, place + 3, variate(words[3], like))
+
+    return each
+
+
+@device_function
+def _gumbel(u):
+    return -log(-log(u))
+
+
+@device_function
+def _add_noise(block, count, first, step, seed, factor, spare, zero):
+    """(x + g) * factor for elements whose numbers are `first`, `first` + `step`, ...; `spare` is a block for variates.
+
+    Neighbouring numbers come from blocks of several.
+    """
+    if step != np.uint64(1):
+        for i in range(count):
+            u = variate(random_bits(first + np.uint64(i) * step, seed, zero), zero)
+            store(block, i, (load(block, i) + _gumbel(u)) * factor)
+        return
+    shift = numbers_shift(zero)
+    each = np.int64(1) << np.int64(shift)
+    for start in range(0, count, PARTIAL):
+        size = min(count - start, PARTIAL)
+        number = first + np.uint64(start)
+        lead = np.int64(number & np.uint64(each - 1))
+        blocks = (lead + size + each - 1) >> np.int64(shift)
+        for b in range(blocks):
+            store_variates(spare, b * each, _philox((number >> shift) + np.uint64(b), seed), zero)
+        for i in range(size):
+            store(block, start + i, (load(block, start + i) + _gumbel(load(spare, lead + i))) * factor)
+
+
+# --- forward ---------------------------------------------------------------------------------------------------------
+@device_function
+def _first_equal(z, n, block, m):
+    """The place of the first element that equals m."""
+    for j in range(0, n, BLOCK):
+        count = min(n - j, BLOCK)
+        if n > BLOCK:
+            load_block(z, j, 1, count, block)
+        for i in range(count):
+            if load(block, i) == m:
+                return j + i
+    return n
+
+
+@kernel
+def gumbel_softmax_rows(
+    like, zero, x_address, y_address, shape, x_strides, numbers, y_strides, n, x_stride, number_stride, y_stride,
+    factor, hard, seed, offset, start, stop,
+):  # fmt: skip
+    """Rows of the result; `numbers` and `number_stride` are the strides of the elements' numbers."""
+    x, y = pointer(x_address, like), pointer(y_address, like)
+    block, spare = stack_block(zero), stack_block(zero)
+    step = np.uint64(number_stride)
+    # A row that is longer than a block keeps its logits, then its exponentials, here.
+    scratch = empty_work(n if n > BLOCK else 0, zero)
+    kept = pointer(scratch.ctypes.data, zero)
+    for row in range(start, stop):
+        xo, yo = row_offset(row, shape, x_strides), row_offset(row, shape, y_strides)
+        first = offset + np.uint64(row_offset(row, shape, numbers))
+        key = lowest_key(zero)
+        for j in range(0, n, BLOCK):
+            count = min(n - j, BLOCK)
+            load_block(x, xo + j * x_stride, x_stride, count, block)
+            _add_noise(block, count, first + np.uint64(j) * step, step, seed, factor, spare, zero)
+            key = block_maximum(block, count, key)
+            if n > BLOCK:
+                store_block(kept, j, 1, count, block)
+        m = from_key(key)
+        if not is_finite(m):
+            fill(y, yo, y_stride, n, work_nan(zero), load(x, xo))
+            continue
+        if hard:
+            place = _first_equal(kept, n, block, m)
+            fill(y, yo, y_stride, n, zero, load(x, xo))
+            store(y, yo + place * y_stride, narrow(work_one(zero), load(x, xo)))
+            continue
+        base, floor, bias = row_shift(m, zero)
+        scale = term_scale(n, zero)
+        hi, lo = np.int64(0), np.uint64(0)
+        for j in range(0, n, BLOCK):
+            count = min(n - j, BLOCK)
+            if n > BLOCK:
+                load_block(kept, j, 1, count, block)
+            hi, lo = block_exponentials(block, count, hi, lo, m, base, floor, bias, scale, zero)
+            if n > BLOCK:
+                store_block(kept, j, 1, count, block)
+        r, r_low = reciprocal(hi, lo, n, zero)
+        largest = largest_quotient(r, r_low, m, base, floor, bias, zero)
+        for j in range(0, n, BLOCK):
+            count = min(n - j, BLOCK)
+            if n > BLOCK:
+                load_block(kept, j, 1, count, block)
+            for i in range(count):
+                store(block, i, quotient(load(block, i), r, r_low, largest, zero))
+            store_block(y, yo + j * y_stride, y_stride, count, block)
+
+
+# --- backward --------------------------------------------------------------------------------------------------------
+@kernel
+def gumbel_softmax_backward_rows(
+    like, dy_address, y_address, dx_address, shape, dy_strides, y_strides, dx_strides, n, dy_stride, y_stride,
+    dx_stride, factor, start, stop,
+):  # fmt: skip
+    """Rows of the gradient; dx may be dy or y."""
+    dy, y, dx = pointer(dy_address, like), pointer(y_address, like), pointer(dx_address, like)
+    zero = work_zero(like)
+    block = stack_block(zero)
+    scratch = empty_work(n if n > BLOCK else 0, zero)
+    kept = pointer(scratch.ctypes.data, zero)
+    for row in range(start, stop):
+        dyo, yo = row_offset(row, shape, dy_strides), row_offset(row, shape, y_strides)
+        dxo = row_offset(row, shape, dx_strides)
+        key = magnitude_key(zero)
+        for j in range(0, n, BLOCK):
+            count = min(n - j, BLOCK)
+            multiply_part(dy, dyo + j * dy_stride, dy_stride, y, yo + j * y_stride, y_stride, 0, count, block)
+            key = block_magnitude(block, count, key)
+            if n > BLOCK:
+                store_block(kept, j, 1, count, block)
+        s = stored_sum(kept, n, key, block, zero)
+        for j in range(0, n, BLOCK):
+            count = min(n - j, BLOCK)
+            dyj, yj = dyo + j * dy_stride, yo + j * y_stride
+            if dy_stride == 1 and y_stride == 1:
+                for i in range(count):
+                    v = widen(load(y, yj + i))
+                    store(block, i, (v * (widen(load(dy, dyj + i)) - s)) * factor)
+            else:
+                for i in range(count):
+                    v = widen(load(y, yj + i * y_stride))
+                    store(block, i, (v * (widen(load(dy, dyj + i * dy_stride)) - s)) * factor)
+            store_block(dx, dxo + j * dx_stride, dx_stride, count, block)

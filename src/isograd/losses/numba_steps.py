@@ -1,0 +1,59 @@
+"""Steps of the losses' CPU kernels, where the widths differ. `like` is a value of the work type."""
+
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from isograd.losses.divergence_reference import REST_BITS
+from isograd.numerics import constants as c
+
+_FORCE = {"forceinline": True}
+_BITS_64 = c.QUANTUM_BITS + c.LIMB_SHIFT_64
+
+
+def work_one(like: Any) -> Any:
+    """One in the work type."""
+    raise NotImplementedError
+
+
+@overload(work_one, jit_options=_FORCE)
+def _work_one(like):
+    one = np.float64(1) if like == types.float64 else np.float32(1)
+    return lambda like: one
+
+
+def work_infinity(like: Any) -> Any:
+    """Infinity in the work type."""
+    raise NotImplementedError
+
+
+@overload(work_infinity, jit_options=_FORCE)
+def _work_infinity(like):
+    infinity = np.float64(np.inf) if like == types.float64 else np.float32(np.inf)
+    return lambda like: infinity
+
+
+def one_wide(like: Any) -> Any:
+    """One in units of the quantum of exponentials, as a 128-bit integer."""
+    raise NotImplementedError
+
+
+@overload(one_wide, jit_options=_FORCE)
+def _one_wide(like):
+    if like == types.float64:
+        return lambda like: (np.int64(1 << (_BITS_64 - 64)), np.uint64(0))
+    return lambda like: (np.int64(0), np.uint64(1 << c.QUANTUM_BITS))
+
+
+def rest_is_large(hi: Any, lo: Any, like: Any) -> Any:
+    """Whether the rest of a row's exponentials is at least 2**-REST_BITS of the largest."""
+    raise NotImplementedError
+
+
+@overload(rest_is_large, jit_options=_FORCE)
+def _rest_is_large(hi, lo, like):
+    if like == types.float64:
+        return lambda hi, lo, like: hi >= np.int64(1 << (_BITS_64 - 64 - REST_BITS))
+    return lambda hi, lo, like: hi > 0 or (hi == 0 and lo >= np.uint64(1 << (c.QUANTUM_BITS - REST_BITS)))

@@ -1,0 +1,110 @@
+"""Rows of logits in the work type, scaled by a factor, for CPU kernels of losses: exponentials and their sums.
+
+The arithmetic is that of float32 or float64 rows of the softmax family whatever the storage type; `zero` is the zero of
+the work type. A row stays in a block or, where it is longer, in `kept`, memory of a row's length.
+"""
+
+import numpy as np
+
+from isograd.numerics.numba_compile import device_function
+from isograd.numerics.numba_memory import BLOCK, load, load_block, store, store_block
+from isograd.numerics.numba_ops import from_key, max_key
+from isograd.numerics.numba_storage import narrow, widen
+from isograd.numerics.numba_sum import (
+    PARTIAL,
+    block_special,
+    block_terms,
+    is_finite_key,
+    special_value,
+    sum_scale,
+)
+from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
+from isograd.softmax.numba_steps import exponential_part, lowest_key, term_scale
+
+
+@device_function
+def load_scaled(base, offset, stride, count, factor, block):
+    """Widen `count` elements into a block and multiply them."""
+    if stride == 1:
+        for i in range(count):
+            store(block, i, widen(load(base, offset + i)) * factor)
+    else:
+        for i in range(count):
+            store(block, i, widen(load(base, offset + i * stride)) * factor)
+
+
+@device_function
+def block_maximum(block, count, key):
+    """The larger of `key` and the largest key in a block."""
+    for i in range(count):
+        k = max_key(load(block, i))
+        key = k if k > key else key
+    return key
+
+
+@device_function
+def scaled_maximum(x, offset, stride, n, factor, block, zero):
+    """The maximum of a scaled row; one that fits stays in the block."""
+    key = lowest_key(zero)
+    for j in range(0, n, BLOCK):
+        count = min(n - j, BLOCK)
+        load_scaled(x, offset + j * stride, stride, count, factor, block)
+        key = block_maximum(block, count, key)
+    return from_key(key)
+
+
+@device_function
+def block_exponentials(block, count, hi, lo, m, base, floor, bias, scale, zero):
+    """Turn a block into marked exponentials and add their integer terms to (hi, lo)."""
+    for start in range(0, count, PARTIAL):
+        stop = min(start + PARTIAL, count)
+        high, low = exponential_part(block, start, stop, m, base, floor, bias, scale, zero)
+        hi, lo = add_limbs(hi, lo, high, low, limb_shift(zero))
+    return hi, lo
+
+
+@device_function
+def scaled_exponentials(x, offset, stride, n, factor, block, kept, keep, m, base, floor, bias, zero):
+    """The integer sum of a scaled row's exponentials, which stay in the block or, with `keep`, in `kept`.
+
+    A row that fits stands in the block already, as `scaled_maximum` leaves it.
+    """
+    scale = term_scale(n, zero)
+    hi, lo = np.int64(0), np.uint64(0)
+    for j in range(0, n, BLOCK):
+        count = min(n - j, BLOCK)
+        if n > BLOCK:
+            load_scaled(x, offset + j * stride, stride, count, factor, block)
+        hi, lo = block_exponentials(block, count, hi, lo, m, base, floor, bias, scale, zero)
+        if keep and n > BLOCK:
+            store_block(kept, j, 1, count, block)
+    return hi, lo
+
+
+@device_function
+def stored_sum(kept, n, key, block, zero):
+    """The order-free sum of n terms that stand in the block or, where they are more, in `kept`.
+
+    `key` is the largest magnitude's.
+    """
+    finite = is_finite_key(key)
+    first, second, exponent = sum_scale(key)
+    hi, lo, special = np.int64(0), np.uint64(0), np.int64(0)
+    for j in range(0, n, BLOCK):
+        count = min(n - j, BLOCK)
+        if n > BLOCK:
+            load_block(kept, j, 1, count, block)
+        if finite:
+            high, low = block_terms(block, count, first, second)
+            hi, lo = add_limbs(hi, lo, high, low, limb_shift(zero))
+        else:
+            special = block_special(block, count, special)
+    return wide_to_float(hi, lo, exponent, zero) if finite else special_value(special, zero)
+
+
+@device_function
+def fill(y, offset, stride, n, value, like):
+    """Store one value throughout a row."""
+    stored = narrow(value, like)
+    for i in range(n):
+        store(y, offset + i * stride, stored)

@@ -1,0 +1,138 @@
+"""From the losses of rows to a loss: order-free sums, and what a mean divides by.
+
+What is computed here has one element or one a row. On the CPU it is NumPy's, for tensors there too.
+"""
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from isograd import arrays, encoder, functional
+from isograd.errors import InvalidProblemError
+from isograd.fenv import default_environment
+from isograd.losses.cross_entropy_plans import check_targets
+from isograd.reduction import api as sums
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def on_gpu(array: Any) -> bool:
+    """Whether an array is a tensor outside the CPU's memory."""
+    return arrays.is_tensor(array) and not array.is_cpu
+
+
+def plain(array: Any) -> Any:
+    """A tensor on the CPU as NumPy sees it; everything else as it is."""
+    return arrays.numpy_view(array) if arrays.is_tensor(array) and array.is_cpu else array
+
+
+def number(operation: str, argument: str, value: Any) -> float:
+    """A number as a float; InvalidProblemError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise InvalidProblemError(f"{operation}: {argument} is {value!r}; expected a number")
+    return float(value)
+
+
+def scalar(value: float, work: str, like: Any) -> Any:
+    """A number of the work type as an array on the device of `like`."""
+    if not on_gpu(like):
+        return np.array(value, work)
+    torch = sys.modules["torch"]
+    return torch.full((), value, dtype=getattr(torch, work), device=like.device)
+
+
+def converted(array: Any, work: str) -> Any:
+    """An array of a storage type in its work type."""
+    if not on_gpu(array):
+        return plain(array).astype(work, copy=False)
+    return array.to(getattr(sys.modules["torch"], work))
+
+
+def like(value: Any, work: str, array: Any) -> Any:
+    """A result without dimensions as the kind of `array`, which is a tensor on the CPU at most where it is NumPy's."""
+    if not arrays.is_tensor(array) or on_gpu(array):
+        return value
+    out = functional.empty((), work, array)
+    arrays.numpy_view(out)[...] = value
+    return out
+
+
+def row_gradients(
+    operation: str, dloss: Any, work: str, array: Any, row_shape: tuple[int, ...], reduction: str, divisor: Any
+) -> Any:
+    """The gradient of every row's loss from that of the reduced loss, in the rows' shape.
+
+    dloss: a number, None for 1, or an array of the loss's shape. array: what is computed on. divisor: a function that
+    returns what a mean divides by.
+    """
+    if dloss is None or isinstance(dloss, (int, float, np.number)):
+        dloss = scalar(1.0 if dloss is None else number(operation, "dloss", dloss), work, array)
+    _, dtype = arrays.describe(dloss, operation, "dloss")
+    if dtype != work:
+        raise InvalidProblemError(f"{operation}: dloss has dtype {dtype}; expected {work}")
+    accepted = [(), row_shape] if reduction == "none" else [()]
+    if tuple(dloss.shape) not in accepted:
+        expected = " or ".join(map(str, accepted))
+        raise InvalidProblemError(f"{operation}: dloss has shape {tuple(dloss.shape)}; expected {expected}")
+    if reduction == "mean":
+        encoder.refuse(operation, 'reduction is "mean"')
+        dloss = divided(dloss, divisor())
+    return functional.expanded(dloss, row_shape)
+
+
+def reduced(operation: str, losses: Any, work: str, array: Any, reduction: str, divisor: Any) -> Any:
+    """The losses after the reduction, of the kind of `array`; `divisor` as above."""
+    if reduction == "none":
+        return losses
+    encoder.refuse(operation, f'reduction is "{reduction}"')
+    loss = total(losses)
+    return like(divided(loss, divisor()) if reduction == "mean" else loss, work, array)
+
+
+def checked_reduction(operation: str, name: Any) -> str:
+    """The name of a reduction; InvalidProblemError for another."""
+    if not isinstance(name, str) or name not in REDUCTIONS:
+        accepted = ", ".join(map(repr, REDUCTIONS))
+        raise InvalidProblemError(f"{operation}: reduction is {name!r}; accepted: {accepted}")
+    return name
+
+
+def checked_weight(operation: str, argument: str, weight: Any, dtype: str, work: str) -> Any:
+    """Weights of classes in the work type; InvalidProblemError unless they are of the storage or the work type."""
+    _, given = arrays.describe(weight, operation, argument)
+    if given not in (dtype, work):
+        accepted = dtype if dtype == work else f"{dtype}, {work}"
+        raise InvalidProblemError(f"{operation}: {argument} has dtype {given}; accepted: {accepted}")
+    return converted(weight, work)
+
+
+def divided(a: Any, b: Any) -> Any:
+    """The quotient in the work type, rounded once, its NaN the canonical one."""
+    if on_gpu(a):
+        from isograd.losses import cuda
+
+        return cuda.divided(a, b)
+    with default_environment(), np.errstate(all="ignore"):
+        quotient = np.asarray(plain(a) / plain(b))
+        return np.where(np.isnan(quotient), quotient.dtype.type(np.nan), quotient)
+
+
+def total(values: Any) -> Any:
+    """The order-free sum of all elements."""
+    if on_gpu(values):
+        from isograd.losses import cuda
+
+        return cuda.total(values)
+    return sums.sum(plain(values))
+
+
+def target_total(operation: str, targets: Any, weight: Any, classes: int, ignore_index: int, work: str) -> Any:
+    """The number of targets that are not ignored or, given weights of the classes, the order-free sum of theirs."""
+    if on_gpu(targets):
+        from isograd.losses import cuda
+
+        return cuda.target_total(targets, weight, classes, ignore_index, work)
+    flat = check_targets(operation, plain(targets), classes, ignore_index)
+    kept = flat[flat >= 0]
+    return np.array(kept.size, work) if weight is None else sums.sum(plain(weight)[kept])

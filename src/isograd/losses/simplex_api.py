@@ -1,0 +1,106 @@
+"""What a user calls: gumbel_softmax and sparsemax with their backwards."""
+
+from typing import Any
+
+from isograd import arrays, functional
+from isograd.losses.promises import checked_flag, checked_integer, checked_scale
+from isograd.losses.simplex_plans import (
+    GumbelSoftmaxBackwardDescriptor,
+    GumbelSoftmaxBackwardPlan,
+    GumbelSoftmaxDescriptor,
+    GumbelSoftmaxPlan,
+    SparsemaxBackwardDescriptor,
+    SparsemaxBackwardPlan,
+    SparsemaxDescriptor,
+    SparsemaxPlan,
+)
+from isograd.plan import Descriptor, Plan
+
+
+def _run(plan_type: type[Plan], descriptor: Descriptor, device: str, like: Any, **given: Any) -> Any:
+    """Run a plan whose one output has the shape and dtype of its inputs."""
+    plan = functional.plan(plan_type, descriptor, device)
+    output = plan.outputs[0]
+    return functional.run(plan, **given, **{output: functional.empty(tuple(like.shape), descriptor.dtype, like)})
+
+
+def gumbel_softmax(
+    logits: Any, tau: float = 1.0, hard: bool = False, axis: int = -1, seed: int = 0, offset: int = 0
+) -> Any:
+    """A sample of the Gumbel-softmax distribution: `softmax((logits + g) / tau)` along an axis, g = -log(-log u).
+
+    logits: float16, bfloat16, float32 or float64, rank 1 to 8, any strides: a NumPy array, a torch tensor, an array
+    with DLPack or a tape variable; the result is of the same kind. tau: positive. hard: return the one-hot of the first
+    largest perturbed logit instead; a gradient is that of the soft result. seed, offset: element i of the logits, in C
+    order, takes number `offset + i` of the noise of `seed`, on every device; a call that goes on adds the size of the
+    logits to the offset.
+
+    Bits and bound in `docs/arithmetic.md`, rule 13. A row with NaN or +inf, or of -inf alone, gives NaN.
+
+    Raises InvalidProblemError for a wrong axis, rank, tau, seed or offset, UnsupportedError for another dtype.
+    """
+    operation = "gumbel_softmax"
+    axis = functional.integer(operation, "axis", axis)
+    hard = checked_flag(operation, "hard", hard)
+    seed, offset = (checked_integer(operation, k, v, 64) for k, v in (("seed", seed), ("offset", offset)))
+    if (tape := functional.tape_of(logits)) is not None:
+        return tape.gumbel_softmax(logits, tau, hard, axis, seed, offset)
+    (x,), restore = functional.inputs(operation, logits=logits)
+    device, dtype = arrays.describe(x, operation, "logits")
+    tau = checked_scale(operation, "tau", tau, dtype)
+    descriptor = GumbelSoftmaxDescriptor(tuple(x.shape), dtype, axis, tau, hard, seed, offset)
+    # Not through the cache of plans: a seed that changes with every call would fill it.
+    plan = GumbelSoftmaxPlan.select(descriptor, device)
+    return restore(functional.run(plan, logits=x, y=functional.empty(tuple(x.shape), dtype, x)))
+
+
+def gumbel_softmax_backward(dy: Any, y: Any, tau: float = 1.0, axis: int = -1) -> Any:
+    """The gradient of gumbel_softmax: `dx_j = y_j * (dy_j - sum_i y_i * dy_i) / tau`.
+
+    dy: the gradient of the result. y: the soft result, for a hard one `gumbel_softmax` with the same seed and offset
+    and without `hard`. Both of one shape and dtype, any strides (an expanded dy included).
+
+    Raises InvalidProblemError for mismatched shapes or dtypes, a wrong axis or tau.
+    """
+    operation = "gumbel_softmax_backward"
+    axis = functional.integer(operation, "axis", axis)
+    (g, p), restore = functional.inputs(operation, dy=dy, y=y)
+    device, dtype = arrays.describe(p, operation, "y")
+    tau = checked_scale(operation, "tau", tau, dtype)
+    descriptor = GumbelSoftmaxBackwardDescriptor(tuple(p.shape), dtype, axis, tau)
+    return restore(_run(GumbelSoftmaxBackwardPlan, descriptor, device, p, dy=g, y=p))
+
+
+def sparsemax(x: Any, axis: int = -1) -> Any:
+    """The point of the probability simplex nearest to each row of an axis: `y_j = max(x_j - tau, 0)`, sum 1.
+
+    x: float16, bfloat16, float32 or float64, rank 1 to 8, any strides: a NumPy array, a torch tensor, an array with
+    DLPack or a tape variable; the result is of the same kind. (Martins and Astudillo, 2016.)
+
+    Which elements are above the threshold is decided exactly, in integers (`docs/arithmetic.md`, rule 14). A row with
+    NaN or +inf, or of -inf alone, gives NaN.
+
+    Raises InvalidProblemError for a wrong axis or rank, UnsupportedError for another dtype.
+    """
+    operation = "sparsemax"
+    axis = functional.integer(operation, "axis", axis)
+    if (tape := functional.tape_of(x)) is not None:
+        return tape.sparsemax(x, axis)
+    (view,), restore = functional.inputs(operation, x=x)
+    device, dtype = arrays.describe(view, operation, "x")
+    return restore(_run(SparsemaxPlan, SparsemaxDescriptor(tuple(view.shape), dtype, axis), device, view, x=view))
+
+
+def sparsemax_backward(dy: Any, y: Any, axis: int = -1) -> Any:
+    """The gradient of sparsemax: dy less its mean over the support of y there, 0 elsewhere.
+
+    dy: the gradient of the result. y: the result, `sparsemax(x)`. Both of one shape and dtype, any strides.
+
+    Raises InvalidProblemError for mismatched shapes or dtypes and a wrong axis.
+    """
+    operation = "sparsemax_backward"
+    axis = functional.integer(operation, "axis", axis)
+    (g, p), restore = functional.inputs(operation, dy=dy, y=y)
+    device, dtype = arrays.describe(p, operation, "y")
+    descriptor = SparsemaxBackwardDescriptor(tuple(p.shape), dtype, axis)
+    return restore(_run(SparsemaxBackwardPlan, descriptor, device, p, dy=g, y=p))

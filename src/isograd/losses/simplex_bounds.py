@@ -1,0 +1,95 @@
+"""The error bounds that plans of gumbel_softmax and sparsemax promise, as formulas that can be evaluated.
+
+u is half an ulp of 1 in the work type, q the quantum of a sum, n the length of the axis, k the size of the support.
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isograd.losses import gumbel_reference as gumbel
+from isograd.losses import sparsemax_reference as sparse
+from isograd.losses.divergence_bounds import sum_error, work_name
+from isograd.plan import ErrorBound
+from isograd.softmax import bounds as family
+from isograd.softmax import reference as softmax
+
+Floats = NDArray[Any]
+_WIDE = np.longdouble
+
+
+def _rounded(y: Floats, dtype: str) -> Floats:
+    """What the last rounding to a 16-bit type costs."""
+    return family.ulp(y, dtype) / 2 if dtype in ("float16", "bfloat16") else np.zeros_like(y)
+
+
+def _gumbel_softmax(
+    dtype: str, logits: Floats, tau: float = 1.0, hard: bool = False, axis: int = -1, seed: int = 0, offset: int = 0
+) -> Floats:
+    u, bits, _, _ = family._work(dtype)
+    with np.errstate(all="ignore"):
+        z = gumbel.oracle_perturbed(logits, 1.0, seed, offset)
+        noise = np.abs(z - logits.astype(_WIDE))
+        delta = np.where(np.isfinite(z), (3 * u * (1 + noise) + 4 * u * np.abs(z)) / _WIDE(tau), 0)
+        z = z / _WIDE(tau)
+        if hard:
+            # Nothing is said where two elements are closer than they are known.
+            top = np.max(z, axis=axis, keepdims=True)
+            close = (z + 2 * delta >= top - 2 * np.max(delta, axis=axis, keepdims=True, initial=0)).sum(
+                axis=axis, keepdims=True
+            )
+            return np.where(np.broadcast_to(close, z.shape) > 1, _WIDE(1), _WIDE(0))
+        y = softmax.oracle_softmax(z, axis) if z.size else z
+        shift = delta + np.where(y > 0, y * delta, 0).sum(axis=axis, keepdims=True)
+        quanta = z.shape[axis] * 2.0**-bits
+        bound = 2 * family.ulp(y, work_name(dtype)) + y * (quanta + np.expm1(np.minimum(shift, 50)))
+        return bound + _rounded(y, dtype)
+
+
+def _gumbel_softmax_backward(dtype: str, dy: Floats, y: Floats, tau: float = 1.0, axis: int = -1) -> Floats:
+    u, _, eta, _ = family._work(dtype)
+    with np.errstate(all="ignore"):
+        inner = family._softmax_backward(work_name(dtype), dy, y, axis)
+        dx = gumbel.oracle_gumbel_softmax_backward(dy, y, tau, axis)
+        bound = inner * 1.01 / _WIDE(tau) + 4 * u * np.abs(dx) + 2 * eta + family.ulp(dx, dtype) / 2
+        return np.where(np.abs(dx) > family._FORMATS[dtype][2], np.inf, bound)
+
+
+def _sparsemax(dtype: str, x: Floats, axis: int = -1) -> Floats:
+    _, bits, _, _ = family._work(dtype)
+    y = sparse.oracle_sparsemax(x, axis)
+    return family.ulp(y, work_name(dtype)) + 4 * 2.0**-bits + _rounded(y, dtype)
+
+
+def _sparsemax_backward(dtype: str, dy: Floats, y: Floats, axis: int = -1) -> Floats:
+    u, _, _, largest = family._work(dtype)
+    with np.errstate(all="ignore"):
+        dx = sparse.oracle_sparsemax_backward(dy, y, axis)
+        terms = np.where(y.astype(_WIDE) > 0, np.abs(dy.astype(_WIDE)), 0)
+        k = np.maximum((y.astype(_WIDE) > 0).sum(axis=axis, keepdims=True), 1)
+        total = terms.sum(axis=axis, keepdims=True)
+        error = np.expand_dims(sum_error(terms, work_name(dtype), axis), axis) if dy.size else total
+        bound = 4 * u * (np.abs(dy.astype(_WIDE)) + total / k) + error / k + family.ulp(dx, dtype) / 2
+        bound = np.where(y.astype(_WIDE) > 0, bound, 0)
+        return np.where((total > largest) | (np.abs(dx) > family._FORMATS[dtype][2]), np.inf, bound)
+
+
+_EVALUATE = {
+    "gumbel_softmax": _gumbel_softmax,
+    "gumbel_softmax_backward": _gumbel_softmax_backward,
+    "sparsemax": _sparsemax,
+    "sparsemax_backward": _sparsemax_backward,
+}
+_FORMULAS = {
+    "gumbel_softmax": "2 ulp(y) + y·(n·q + δ + Σ y·δ), δ = (3u·(1 + |g|) + 4u·|x + g|) / tau",
+    "gumbel_softmax_backward": "(4u·|y|·(|dy| + Σ|y·dy|) + |y|·n·q/2) / tau + 4u·|dx| + ulp(dx)/2",
+    "sparsemax": "ulp(y) + 4q",
+    "sparsemax_backward": "4u·(|dy| + Σ|dy|/k) + n·q/(2k) + ulp(dx)/2 on the support, else 0",
+}
+
+
+def error_bound(operation: str, dtype: str) -> ErrorBound:
+    """The bound of an operation; call it with the operation's inputs and options."""
+    return ErrorBound(_FORMULAS[operation], functools.partial(_EVALUATE[operation], dtype))

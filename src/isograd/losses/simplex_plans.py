@@ -1,0 +1,207 @@
+"""Descriptors, plans and CPU kernels of gumbel_softmax and sparsemax."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from isograd import parallel
+from isograd.fenv import default_environment
+from isograd.losses import simplex_bounds as bounds
+from isograd.losses.promises import (
+    NumbaKernel,
+    checked_flag,
+    checked_integer,
+    checked_scale,
+    element_strides,
+    row_walk,
+    work_zero,
+)
+from isograd.numerics.reference import work_dtype
+from isograd.numerics.storage import address, kernel_type
+from isograd.plan import DTYPES, Descriptor, Operand, Plan, checked_axis, checked_dtype, checked_shape
+from isograd.registry import register_kernel
+
+_LONGEST = (1 << 31) - 1
+
+
+# --- descriptors and plans -------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class SparsemaxDescriptor(Descriptor):
+    """y = sparsemax(x) along an axis.
+
+    shape: of x and y, rank 1 to 8. dtype: "float16", "bfloat16", "float32" or "float64". axis: -rank to rank - 1.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    axis: int = -1
+
+    inputs: ClassVar[tuple[str, ...]] = ("x",)
+    output: ClassVar[str] = "y"
+
+    @property
+    def operation(self) -> str:
+        """`sparsemax`."""
+        return "sparsemax"
+
+    def operands(self) -> tuple[Operand, ...]:
+        """The inputs and the output, which may be any of them."""
+        inputs = [Operand(name, self.shape, self.dtype) for name in self.inputs]
+        return (*inputs, Operand(self.output, self.shape, self.dtype, True, self.inputs))
+
+    def _plain(self) -> tuple[tuple[int, ...], str, int]:
+        name = self.operation
+        dtype, shape = checked_dtype(name, self.dtype), checked_shape(name, "shape", self.shape)
+        return shape, dtype, checked_axis(name, self.axis, shape)
+
+    def validated(self) -> Self:
+        """Return the descriptor with plain fields and a non-negative axis, or raise what is wrong with it."""
+        return type(self)(*self._plain())
+
+
+@dataclass(frozen=True, slots=True)
+class SparsemaxBackwardDescriptor(SparsemaxDescriptor):
+    """dx from dy and y, the result of sparsemax; fields as in SparsemaxDescriptor."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("dy", "y")
+    output: ClassVar[str] = "dx"
+
+    @property
+    def operation(self) -> str:
+        """`sparsemax_backward`."""
+        return "sparsemax_backward"
+
+
+@dataclass(frozen=True, slots=True)
+class GumbelSoftmaxDescriptor(SparsemaxDescriptor):
+    """y = softmax((logits + noise) / tau) along an axis; fields as in SparsemaxDescriptor.
+
+    tau: positive. hard: whether y is the one-hot of the first largest instead. seed, offset: element i in C order takes
+    number offset + i of the noise of seed; both from 0 to 2^64 - 1.
+    """
+
+    tau: float = 1.0
+    hard: bool = False
+    seed: int = 0
+    offset: int = 0
+
+    inputs: ClassVar[tuple[str, ...]] = ("logits",)
+
+    @property
+    def operation(self) -> str:
+        """`gumbel_softmax`."""
+        return "gumbel_softmax"
+
+    def validated(self) -> Self:
+        """Return the descriptor with plain fields and a non-negative axis, or raise what is wrong with it."""
+        name, (shape, dtype, axis) = self.operation, self._plain()
+        tau, hard = checked_scale(name, "tau", self.tau, dtype), checked_flag(name, "hard", self.hard)
+        seed, offset = (checked_integer(name, key, getattr(self, key), 64) for key in ("seed", "offset"))
+        return type(self)(shape, dtype, axis, tau, hard, seed, offset)
+
+
+@dataclass(frozen=True, slots=True)
+class GumbelSoftmaxBackwardDescriptor(SparsemaxDescriptor):
+    """dx from dy and y, the soft result of gumbel_softmax; fields as in SparsemaxDescriptor. tau: positive."""
+
+    tau: float = 1.0
+
+    inputs: ClassVar[tuple[str, ...]] = ("dy", "y")
+    output: ClassVar[str] = "dx"
+
+    @property
+    def operation(self) -> str:
+        """`gumbel_softmax_backward`."""
+        return "gumbel_softmax_backward"
+
+    def validated(self) -> Self:
+        """Return the descriptor with plain fields and a non-negative axis, or raise what is wrong with it."""
+        shape, dtype, axis = self._plain()
+        return type(self)(shape, dtype, axis, checked_scale(self.operation, "tau", self.tau, dtype))
+
+
+class SparsemaxPlan(Plan):
+    """A kernel for sparsemax: `plan.run(x=x, y=y)`; y may be x."""
+
+    descriptor_type = SparsemaxDescriptor
+    __slots__ = ()
+
+
+class SparsemaxBackwardPlan(Plan):
+    """A kernel for its gradient: `plan.run(dy=dy, y=y, dx=dx)`; dx may be dy or y."""
+
+    descriptor_type = SparsemaxBackwardDescriptor
+    __slots__ = ()
+
+
+class GumbelSoftmaxPlan(Plan):
+    """A kernel for gumbel_softmax: `plan.run(logits=logits, y=y)`; y may be logits."""
+
+    descriptor_type = GumbelSoftmaxDescriptor
+    __slots__ = ()
+
+
+class GumbelSoftmaxBackwardPlan(Plan):
+    """A kernel for its gradient: `plan.run(dy=dy, y=y, dx=dx)`; dx may be dy or y."""
+
+    descriptor_type = GumbelSoftmaxBackwardDescriptor
+    __slots__ = ()
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+def _c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of the elements' numbers, which count in C order."""
+    steps = [1]
+    for size in reversed(shape[1:]):
+        steps.append(steps[-1] * size)
+    return tuple(reversed(steps))
+
+
+class NumbaRows(NumbaKernel):
+    """Rows of one axis on the CPU."""
+
+    def __init__(self, ordered: bool = False) -> None:
+        super().__init__("losses", bounds.error_bound, ordered)
+
+    def reject(self, descriptor: Any) -> str | None:
+        """Rows are counted in 31 bits."""
+        longest = descriptor.shape[descriptor.axis]
+        return f"a row has {longest} elements; at most {_LONGEST}" if longest > _LONGEST else None
+
+    def launch(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any, stream: Any) -> None:
+        """Compute on the library's threads."""
+        operands = [arguments[name] for name in (*descriptor.inputs, descriptor.output)]
+        if operands[-1].size == 0:
+            return
+        with default_environment():
+            from isograd.losses import numba_gumbel, numba_sparsemax
+        axis, n = descriptor.axis, descriptor.shape[descriptor.axis]
+        leading = descriptor.shape[:axis] + descriptor.shape[axis + 1 :]
+        strides = [element_strides(a) for a in operands]
+        like, zero = kernel_type(operands[-1].dtype), work_zero(descriptor.dtype)
+        before: tuple[Any, ...] = (like,)
+        scalars: tuple[Any, ...] = ()
+        if descriptor.operation.startswith("gumbel"):
+            of = work_dtype(operands[-1].dtype)
+            scalars = (of(1) / of(descriptor.tau),)
+        if descriptor.operation == "gumbel_softmax":
+            # The numbers of the elements walk along as an operand that has strides and no memory; the output is last
+            # in the walk, so they come between.
+            strides.insert(1, _c_strides(descriptor.shape))
+            before = (like, zero)
+            scalars = (*scalars, descriptor.hard, np.uint64(descriptor.seed), np.uint64(descriptor.offset))
+        module: Any = numba_gumbel if descriptor.operation.startswith("gumbel") else numba_sparsemax
+        function = getattr(module, f"{descriptor.operation}_rows")
+        count, outer = row_walk(leading, tuple(s[:axis] + s[axis + 1 :] for s in strides))
+        parallel.for_ranges(
+            function, count, parallel.grain(count, 4 * n), *before, *map(address, operands), *outer, n,
+            *(s[axis] for s in strides), *scalars,
+        )  # fmt: skip
+
+
+for _dtype in DTYPES:
+    register_kernel("gumbel_softmax", "cpu", _dtype, NumbaRows(ordered=True))
+    for _operation in ("gumbel_softmax_backward", "sparsemax", "sparsemax_backward"):
+        register_kernel(_operation, "cpu", _dtype, NumbaRows())

@@ -1,0 +1,294 @@
+"""The error bounds that plans of the router family promise.
+
+A bound follows the definition step by step in longdouble: every quantity is a value with a bound on its error, and
+every operation adds its own rounding to what its operands bring (running error analysis). u is half an ulp of 1 in the
+work type, η half of its smallest subnormal, q the quantum of a sum. Where something may overflow, the bound is
+infinite. Choices are those of the definition: the bound of the router's weights is that of the experts it chose.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isograd.numerics import constants as c
+from isograd.numerics import reference as ref
+from isograd.plan import ErrorBound
+from isograd.router import oracle
+from isograd.router import reference as definition
+from isograd.softmax import bounds as softmax_bounds
+from isograd.softmax.bounds import ulp
+
+Floats = NDArray[Any]
+_LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
+
+
+class Rough(NamedTuple):
+    """A value and a bound on the error of what is computed for it."""
+
+    value: Any
+    error: Any
+
+
+class _Work:
+    """Operations of a work type on rough values."""
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = "float64" if dtype == "float64" else "float32"
+        wide = self.dtype == "float64"
+        self.u = np.longdouble(2.0**-53 if wide else 2.0**-24)
+        self.eta = np.ldexp(np.longdouble(1), -1075 if wide else -150)
+        self.bits = c.QUANTUM_BITS + (c.LIMB_SHIFT_64 if wide else 0)
+        self.least = -1022 if wide else -126
+        self.largest = 1.7976931348623157e308 if wide else _LARGEST["float32"]
+
+    def exact(self, value: Any) -> Rough:
+        value = np.asarray(value, np.longdouble)
+        return Rough(value, np.zeros_like(value))
+
+    def rounded(self, value: Any, error: Any, tiny: bool = True) -> Rough:
+        size = np.abs(value) + error
+        error = error + self.u * size + (self.eta if tiny else 0)
+        return Rough(value, np.where(size > self.largest, np.inf, error))
+
+    def mul(self, a: Rough, b: Rough) -> Rough:
+        error = np.abs(a.value) * b.error + np.abs(b.value) * a.error + a.error * b.error
+        return self.rounded(a.value * b.value, error)
+
+    def sub(self, a: Rough, b: Rough) -> Rough:
+        return self.rounded(a.value - b.value, a.error + b.error, tiny=False)
+
+    def add(self, a: Rough, b: Rough) -> Rough:
+        return self.rounded(a.value + b.value, a.error + b.error, tiny=False)
+
+    def div(self, a: Rough, b: Rough) -> Rough:
+        value = a.value / b.value
+        room = np.abs(b.value) - b.error
+        error = (a.error + np.abs(value) * b.error) / np.where(room > 0, room, np.nan)
+        return self.rounded(value, np.where(room > 0, error, np.inf))
+
+    def sum(self, terms: Rough) -> Rough:
+        """The order-free sum over the last axis, which stays with size 1."""
+        size = np.abs(terms.value) + terms.error
+        top = np.max(size, axis=-1, keepdims=True, initial=0)
+        _, exponent = np.frexp(np.where(np.isfinite(top), top, 1))
+        q = np.ldexp(np.ones_like(top), np.maximum(exponent - 1, self.least) - self.bits)
+        error = terms.error.sum(axis=-1, keepdims=True) + terms.value.shape[-1] * q / 2
+        return self.rounded(terms.value.sum(axis=-1, keepdims=True), np.where(np.isfinite(top), error, np.inf))
+
+    def stored(self, y: Rough, dtype: str) -> Floats:
+        """The error after rounding to a storage type."""
+        if dtype == self.dtype:
+            return np.asarray(y.error)
+        size = np.abs(y.value) + np.where(np.isfinite(y.error), y.error, 0)
+        return np.where(size > _LARGEST[dtype], np.inf, y.error + ulp(size, dtype) / 2)
+
+
+def _scores(work: _Work, logits: Floats, scoring: str) -> Rough:
+    value = oracle.scores(logits, scoring)
+    if scoring == "softmax":
+        return Rough(value, softmax_bounds.error_bound("softmax", work.dtype)(x=logits.astype(work.dtype), axis=-1))
+    # exp is at most 1.05 ulp off; 1 + z and the quotient are rounded once each.
+    return Rough(value, np.longdouble(4.2) * work.u * value + 2 * work.eta)
+
+
+def _renormalized(work: _Work, w: Rough) -> tuple[Rough, Rough]:
+    """The renormalized weights and their sum."""
+    total = work.sum(w)
+    return work.div(w, total), total
+
+
+def _renormalized_gradient(work: _Work, dt: Rough, w: Rough) -> Rough:
+    t, total = _renormalized(work, w)
+    return work.div(work.sub(dt, work.sum(work.mul(dt, t))), total)
+
+
+def _take(s: Rough, experts: Floats) -> Rough:
+    return Rough(np.take_along_axis(s.value, experts, -1), np.take_along_axis(s.error, experts, -1))
+
+
+# --- one function an operation; each returns a bound for every result, None for integers ------------------------------
+def _top_k(storage: str, /, x: Floats, k: int, axis: int = -1) -> Any:
+    values, _ = definition.top_k(x, k, axis)
+    return np.zeros(values.shape), None
+
+
+def _renormalize(storage: str, /, w: Floats, axis: int = -1) -> Any:
+    work = _Work(storage)
+    t, _ = _renormalized(work, work.exact(np.moveaxis(w, axis, -1)))
+    return np.moveaxis(work.stored(t, storage), -1, axis)
+
+
+def _renormalize_backward(storage: str, /, dt: Floats, w: Floats, axis: int = -1) -> Any:
+    work = _Work(storage)
+    moved = (work.exact(np.moveaxis(a, axis, -1)) for a in (dt, w))
+    return np.moveaxis(work.stored(_renormalized_gradient(work, *moved), storage), -1, axis)
+
+
+def _moe_router(storage: str, /, logits: Floats, k: int, bias: Any = None, scale: float = 1.0, **options: Any) -> Any:
+    work = _Work(storage)
+    experts = definition.moe_router(logits, k, bias=bias, **options)[1]
+    w = _take(_scores(work, logits, options.get("scoring", "softmax")), experts)
+    if options.get("renormalize"):
+        t, total = _renormalized(work, w)
+        # Both the exact and the computed quotients lie between 0 and 1, however little is known about the sum.
+        w = Rough(t.value, np.minimum(np.where(total.value > 0, t.error, np.inf), 1 + 4 * work.u))
+    if scale != 1:
+        w = work.mul(w, work.exact(ref.FORMATS[np.dtype(work.dtype)].dtype(scale)))
+    return w.error, None
+
+
+def _moe_router_backward(
+    storage: str,
+    /,
+    dweights: Floats,
+    logits: Floats,
+    experts: Floats,
+    scoring: str = "softmax",
+    renormalize: bool = False,
+    scale: float = 1.0,
+    **options: Any,
+) -> Any:
+    work = _Work(storage)
+    experts = experts.astype(np.int64)
+    s = _scores(work, logits, scoring)
+    g = work.exact(dweights)
+    if scale != 1:
+        g = work.mul(g, work.exact(ref.FORMATS[np.dtype(work.dtype)].dtype(scale)))
+    if renormalize:
+        g = _renormalized_gradient(work, g, _take(s, experts))
+    dy = work.exact(np.zeros(s.value.shape))
+    for part, values in zip(dy, g, strict=True):
+        np.put_along_axis(part, experts, values, -1)
+    if scoring == "softmax":
+        dx = work.mul(s, work.sub(dy, work.sum(work.mul(s, dy))))
+    else:
+        dx = work.mul(work.mul(dy, s), work.sub(work.exact(1), s))
+        dx = Rough(dx.value, np.where(oracle.chosen(experts, s.value.shape), dx.error, 0))
+    return work.stored(dx, storage)
+
+
+def _nothing(storage: str, /, **inputs: Any) -> Any:
+    """Integers are exact."""
+    return None
+
+
+def _permutation(storage: str, /, **inputs: Any) -> Any:
+    return None, None
+
+
+def _moe_permute(storage: str, /, x: Floats, order: Floats, k: int) -> Any:
+    return np.zeros((order.size, x.shape[1]))
+
+
+def _combined(work: _Work, rows: Floats, weights: Floats | None, order: Floats, k: int) -> Rough:
+    terms = work.exact(np.moveaxis(rows[definition.positions(order, k)], 1, -1))
+    if weights is not None:
+        terms = work.mul(terms, work.exact(weights[:, None, :]))
+    return work.sum(terms)
+
+
+def _moe_permute_backward(storage: str, /, dy: Floats, order: Floats, k: int) -> Any:
+    work = _Work(storage)
+    return work.stored(_combined(work, dy, None, order, k), storage)[..., 0]
+
+
+def _moe_combine(storage: str, /, expert_out: Floats, weights: Floats, order: Floats) -> Any:
+    work = _Work(storage)
+    return work.stored(_combined(work, expert_out, weights, order, weights.shape[1]), storage)[..., 0]
+
+
+def _moe_combine_backward(storage: str, /, dy: Floats, expert_out: Floats, weights: Floats, order: Floats) -> Any:
+    work = _Work(storage)
+    positions = definition.positions(order, weights.shape[1])
+    g = work.exact(dy[:, None, :])
+    product = work.stored(work.mul(work.exact(weights[..., None]), g), storage)
+    first = np.empty(expert_out.shape, np.longdouble)
+    first[positions] = product
+    return first, work.sum(work.mul(g, work.exact(expert_out[positions]))).error[..., 0]
+
+
+def _shares(work: _Work, experts: Floats, num_experts: int) -> Rough:
+    counts = work.rounded(definition.expert_counts(experts, num_experts).astype(np.longdouble), 0, tiny=False)
+    return work.div(counts, work.rounded(np.longdouble(experts.size), 0, tiny=False))
+
+
+def _load_balancing_loss(storage: str, /, probabilities: Floats, experts: Floats) -> Any:
+    work = _Work(storage)
+    n = probabilities.shape[-1]
+    columns = work.sum(work.exact(probabilities.reshape(-1, n).T))
+    mean = work.div(columns, work.rounded(np.longdouble(probabilities.size // n), 0, tiny=False))
+    mean = Rough(mean.value[:, 0], mean.error[:, 0])
+    total = work.sum(work.mul(_shares(work, experts, n), mean))
+    return work.mul(work.rounded(np.longdouble(n), 0, tiny=False), total).error.reshape(())
+
+
+def _load_balancing_loss_backward(
+    storage: str, /, dloss: Floats, experts: Floats, shape: tuple[int, ...], dtype: str
+) -> Any:
+    work = _Work(storage)
+    n, tokens = np.longdouble(shape[-1]), np.prod(shape[:-1], dtype=np.longdouble)
+    product = work.mul(work.mul(work.exact(dloss), work.rounded(n, 0)), _shares(work, experts, shape[-1]))
+    row = work.stored(work.div(product, work.rounded(tokens, 0)), storage)
+    return np.broadcast_to(row, shape)
+
+
+def _logsumexp(work: _Work, x: Floats) -> Rough:
+    value, log = oracle.logsumexp(x)
+    quanta = x.shape[-1] * 2.0**-work.bits
+    return Rough(value, 2 * ulp(value, work.dtype) + ulp(log, work.dtype) + quanta)
+
+
+def _router_z_loss(storage: str, /, logits: Floats) -> Any:
+    work = _Work(storage)
+    z = _logsumexp(work, logits.reshape(-1, logits.shape[-1]))
+    tokens = work.rounded(np.longdouble(z.value.size), 0, tiny=False)
+    return work.div(work.sum(work.mul(z, z)), tokens).error.reshape(())
+
+
+def _router_z_loss_backward(storage: str, /, dloss: Floats, logits: Floats) -> Any:
+    work = _Work(storage)
+    x = logits.reshape(-1, logits.shape[-1])
+    z = _logsumexp(work, x)
+    tokens = work.rounded(np.longdouble(len(x)), 0, tiny=False)
+    factor = work.div(work.mul(Rough(2 * z.value, 2 * z.error), work.exact(dloss)), tokens)
+    dx = work.mul(Rough(factor.value[:, None], factor.error[:, None]), _scores(work, x, "softmax"))
+    return work.stored(dx, storage).reshape(logits.shape)
+
+
+_EVALUATE: dict[str, tuple[str, Callable[..., Any]]] = {
+    "top_k": ("0", _top_k),
+    "renormalize": ("|t|·(k·q/2/|S| + 2u) + η + ulp(t)/2", _renormalize),
+    "renormalize_backward": (
+        "(4u·(|dt| + Σ|dt·t|) + k·q/2)/|S| + |dw|·(k·q/2/|S| + 2u) + η + ulp(dw)/2",
+        _renormalize_backward,
+    ),
+    "moe_router": ("that of s: 2 ulp(s) + n·q·s or 4.2u·s + 2η; renormalized (error(w) + t·error(S))/S", _moe_router),
+    "moe_router_backward": (
+        "4u·s·(|g| + Σ|s·g|) + error(s)·|g - Σs·g| + s·Σ(error(s)·|g| + s·error(g)) + ulp(dx)/2",
+        _moe_router_backward,
+    ),
+    "expert_counts": ("0", _nothing),
+    "expert_permutation": ("0", _permutation),
+    "moe_permute": ("0", _moe_permute),
+    "moe_permute_backward": ("k·q/2 + u·|dx| + ulp(dx)/2", _moe_permute_backward),
+    "moe_combine": ("u·Σ|w·o| + k·(q/2 + η) + u·|y| + ulp(y)/2", _moe_combine),
+    "moe_combine_backward": ("u·|w·dy| + η + ulp/2; u·Σ|dy·o| + D·(q/2 + η) + u·|dw|", _moe_combine_backward),
+    "load_balancing_loss": ("E·Σf·(T·q/2/T + 6u·P) + E·q/2 + 3u·loss", _load_balancing_loss),
+    "load_balancing_loss_backward": ("6u·|dp| + 3η + ulp(dp)/2", _load_balancing_loss_backward),
+    "router_z_loss": ("mean(2·|lse|·error(lse) + u·lse²) + q/2 + 3u·loss, error(lse) = 3 ulp + n·q", _router_z_loss),
+    "router_z_loss_backward": ("|dx|·(error(lse)/|lse| + error(p)/p + 5u) + ulp(dx)/2", _router_z_loss_backward),
+}
+
+
+def error_bound(operation: str, dtype: str) -> ErrorBound:
+    """The bound of an operation: one array a result, None for integers; call it with the inputs and the options."""
+    formula, evaluate = _EVALUATE[operation]
+
+    def quiet(**inputs: Any) -> Any:
+        with np.errstate(all="ignore"):
+            return evaluate(dtype, **inputs)
+
+    return ErrorBound(formula, functools.wraps(evaluate)(quiet))

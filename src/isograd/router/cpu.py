@@ -1,0 +1,348 @@
+"""What the plans of the router family run on the CPU: checks of indices, then the compiled kernels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isograd import parallel
+from isograd.errors import IndexOutOfRangeError, InvalidProblemError
+from isograd.fenv import default_environment
+from isograd.layout import plan_walk
+from isograd.numerics.storage import address, kernel_type
+from isograd.router import descriptors as d
+
+Array = NDArray[Any]
+Arguments = Mapping[str, Any]
+
+
+# --- what the CPU kernels have in common -----------------------------------------------------------------------------
+@functools.cache
+def _kernels() -> tuple[ModuleType, ModuleType, ModuleType]:
+    with default_environment():  # constants are rounded when a module is loaded
+        from isograd.router import numba_losses, numba_permutation, numba_router
+    return numba_router, numba_permutation, numba_losses
+
+
+@functools.lru_cache(maxsize=4096)
+def _walk(shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...], axis: int) -> tuple[int, tuple[Any, ...], Any]:
+    """Rows along an axis, the dimensions around it and their strides in elements, the strides along it."""
+    walk = plan_walk((*shape[:axis], 1, *shape[axis + 1 :]), strides, axis)
+    outer = (np.array(walk.shape, np.int64), *(np.array(s, np.int64) for s in walk.strides))
+    return int(np.prod(walk.shape, dtype=np.int64)), outer, walk.axis_strides
+
+
+def _rows(axis: int, *operands: Array) -> tuple[int, tuple[Any, ...], Any]:
+    strides = tuple([tuple([s // a.itemsize for s in a.strides]) for a in operands])
+    return _walk(operands[0].shape, strides, axis)
+
+
+def _index_type(indices: Array) -> Any:
+    return indices.dtype.type(0)
+
+
+def _flat(x: Array) -> Array:
+    """A contiguous array with the elements of x in their order."""
+    return np.ascontiguousarray(x).reshape(-1)
+
+
+class _Output:
+    """A contiguous array to be filled, which is then copied where the result has to be, if that is another one."""
+
+    def __init__(self, out: Array) -> None:
+        self.out = out
+        self.filled = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
+
+    def done(self) -> None:
+        if self.filled is not self.out:
+            self.out[...] = self.filled
+
+
+def _refuse_outside(operation: str, argument: str, indices: Array, position: int, bound: int) -> None:
+    """Raise for the index at a flat position."""
+    where = ", ".join(str(i) for i in np.unravel_index(position, indices.shape))
+    value = int(indices[np.unravel_index(position, indices.shape)])
+    raise IndexOutOfRangeError(f"{operation}: {argument}[{where}] is {value}; accepted: 0 to {bound - 1}")
+
+
+def _require_experts(operation: str, experts: Array, bound: int) -> Array:
+    """The experts one after the other, all of them within range(bound)."""
+    flat = _flat(experts)
+    bad = _kernels()[1].first_outside(_index_type(flat), address(flat), flat.size, bound)
+    if bad >= 0:
+        _refuse_outside(operation, "experts", experts, bad, bound)
+    return flat
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+def _top_k(p: d.TopKDescriptor, a: Arguments) -> None:
+    x, values, indices = a["x"], a["values"], a["indices"]
+    if values.size == 0:
+        return
+    count, outer, strides = _rows(p.axis, x, values, indices)
+    n = p.shape[p.axis]
+    arguments = (kernel_type(x.dtype), address(x), address(values), address(indices), *outer, n, p.k, *strides)
+    parallel.for_ranges(_kernels()[0].top_k_rows, count, parallel.grain(count, 4 * n), *arguments)
+
+
+def _renormalize(p: d.RenormalizeDescriptor, a: Arguments) -> None:
+    operands = [a[operand.name] for operand in p.operands()]
+    if operands[-1].size == 0:
+        return
+    count, outer, strides = _rows(p.axis, *operands)
+    n = p.shape[p.axis]
+    function = getattr(_kernels()[0], f"{p.operation}_rows")
+    arguments = (kernel_type(operands[-1].dtype), *map(address, operands), *outer, n, *strides)
+    parallel.for_ranges(function, count, parallel.grain(count, 8 * n), *arguments)
+
+
+def _moe_router(p: d.MoeRouterDescriptor, a: Arguments) -> None:
+    logits, weights, experts = a["logits"], a["weights"], a["experts"]
+    if weights.size == 0:
+        return
+    bias = np.ascontiguousarray(a["bias"]) if p.bias else None
+    count, outer, strides = _rows(len(p.shape) - 1, logits, weights, experts)
+    n = p.shape[-1]
+    with default_environment():
+        scale = weights.dtype.type(p.scale)
+    parallel.for_ranges(
+        _kernels()[0].router_rows,
+        count,
+        parallel.grain(count, 8 * n),
+        kernel_type(logits.dtype),
+        *map(address, (logits, weights, experts)),
+        *outer,
+        n,
+        p.k,
+        *strides,
+        0 if bias is None else address(bias),
+        p.scoring == "softmax",
+        p.renormalize,
+        p.groups,
+        p.group_k,
+        scale,
+    )
+
+
+def _moe_router_backward(p: d.MoeRouterBackwardDescriptor, a: Arguments) -> None:
+    dweights, logits, experts, dlogits = a["dweights"], a["logits"], a["experts"], a["dlogits"]
+    _require_experts(p.operation, experts, p.shape[-1])
+    if dlogits.size == 0:
+        return
+    count, outer, strides = _rows(len(p.shape) - 1, logits, dweights, experts, dlogits)
+    n = p.shape[-1]
+    with default_environment():
+        scale = dweights.dtype.type(p.scale)
+    parallel.for_ranges(
+        _kernels()[0].router_backward_rows,
+        count,
+        parallel.grain(count, 8 * n),
+        kernel_type(logits.dtype),
+        _index_type(experts),
+        *map(address, (logits, dweights, experts, dlogits)),
+        *outer,
+        n,
+        p.k,
+        *strides,
+        p.scoring == "softmax",
+        p.renormalize,
+        scale,
+    )
+
+
+# --- permutation -----------------------------------------------------------------------------------------------------
+_LEAST_BLOCK = 1 << 14  # entries that a thread counts at a time
+
+
+def _counted(operation: str, experts: Array, num_experts: int) -> tuple[Array, Array, int]:
+    """(flat experts, counts a block, entries a block)."""
+    flat = _flat(experts)
+    block = max(-(-flat.size // parallel.get_num_threads()), _LEAST_BLOCK, num_experts)
+    blocks = max(-(-flat.size // block), 1)
+    counts, found = np.zeros((blocks, num_experts), np.int64), np.empty(blocks, np.int64)
+    arguments = (_index_type(flat), address(flat), flat.size, num_experts, block, counts, found)
+    parallel.for_ranges(_kernels()[1].count_experts, blocks, 1, *arguments)
+    bad = found[found >= 0]
+    if bad.size:
+        _refuse_outside(operation, "experts", experts, int(bad[0]), num_experts)
+    return flat, counts, block
+
+
+def _expert_counts(p: d.ExpertCountsDescriptor, a: Arguments) -> None:
+    a["counts"][...] = _counted(p.operation, a["experts"], p.num_experts)[1].sum(axis=0)
+
+
+def _expert_permutation(p: d.ExpertPermutationDescriptor, a: Arguments) -> None:
+    flat, counts, block = _counted(p.operation, a["experts"], p.num_experts)
+    ends = np.cumsum(counts.sum(axis=0))
+    a["offsets"][0], a["offsets"][1:] = 0, ends
+    # A block goes on with an expert where the blocks before it end.
+    before = np.cumsum(counts, axis=0) - counts
+    places = before + (ends - counts.sum(axis=0))
+    order = _Output(a["order"])
+    arguments = (_index_type(flat), address(flat), flat.size, block, places, order.filled)
+    parallel.for_ranges(_kernels()[1].place_entries, len(counts), 1, *arguments)
+    order.done()
+
+
+def _inverse(operation: str, order: Array) -> Array:
+    """Where every entry went; raises unless `order` is a permutation."""
+    flat = _flat(order)
+    positions = np.full(flat.size, -1, np.int64)
+    bad = _kernels()[1].invert(flat, positions, flat.size)
+    if bad >= 0:
+        if 0 <= flat[bad] < flat.size:
+            raise InvalidProblemError(
+                f"{operation}: order[{bad}] is {flat[bad]}, as another element; expected a permutation"
+            )
+        _refuse_outside(operation, "order", order, bad, flat.size)
+    return positions
+
+
+def _moe_permute(p: d.MoePermuteDescriptor, a: Arguments) -> None:
+    x, order, y = np.ascontiguousarray(a["x"]), _flat(a["order"]), _Output(a["y"])
+    bad = _kernels()[1].first_outside(_index_type(order), address(order), order.size, order.size)
+    if bad >= 0:
+        _refuse_outside(p.operation, "order", a["order"], bad, order.size)
+    arguments = (kernel_type(x.dtype), address(x), address(y.filled), order, p.k, p.width)
+    count = order.size
+    parallel.for_ranges(_kernels()[1].copy_rows, count, parallel.grain(count, p.width), *arguments)
+    y.done()
+
+
+def _combine(p: d.MoePermuteDescriptor, x: Array, weights: Array | None, order: Array, out: Array) -> None:
+    positions = _inverse(p.operation, order)
+    x, y = np.ascontiguousarray(x), _Output(out)
+    w = None if weights is None else np.ascontiguousarray(weights)
+    addresses = (address(x), 0 if w is None else address(w), address(y.filled))
+    arguments = (kernel_type(x.dtype), *addresses, positions, p.k, p.width, w is not None)
+    work = 4 * p.k * p.width
+    parallel.for_ranges(_kernels()[1].combine_rows, p.tokens, parallel.grain(p.tokens, work), *arguments)
+    y.done()
+
+
+def _moe_permute_backward(p: d.MoePermuteBackwardDescriptor, a: Arguments) -> None:
+    _combine(p, a["dy"], None, a["order"], a["dx"])
+
+
+def _moe_combine(p: d.MoeCombineDescriptor, a: Arguments) -> None:
+    _combine(p, a["expert_out"], a["weights"], a["order"], a["y"])
+
+
+def _moe_combine_backward(p: d.MoeCombineBackwardDescriptor, a: Arguments) -> None:
+    positions = _inverse(p.operation, a["order"])
+    inputs = [np.ascontiguousarray(a[name]) for name in ("dy", "expert_out", "weights")]
+    outputs = [_Output(a[name]) for name in ("d_expert_out", "dweights")]
+    addresses = [address(x) for x in (*inputs, *(output.filled for output in outputs))]
+    arguments = (kernel_type(inputs[0].dtype), *addresses, positions, p.k, p.width)
+    work = 4 * p.k * max(p.width, 1)
+    function = _kernels()[1].combine_backward_rows
+    parallel.for_ranges(function, p.tokens, parallel.grain(p.tokens, work), *arguments)
+    for output in outputs:
+        output.done()
+
+
+# --- auxiliary losses ------------------------------------------------------------------------------------------------
+_LEAST_TOKENS = 256  # rows of a block that sums columns
+
+
+def _shares(operation: str, experts: Array, num_experts: int, of: Any) -> Array:
+    counts = _counted(operation, experts, num_experts)[1].sum(axis=0)
+    with default_environment(), np.errstate(all="ignore"):
+        shares: Array = counts.astype(of) / of(experts.size)
+    return shares
+
+
+def _column_means(x: Array) -> Array:
+    """The mean of every column of a contiguous 2-D array, in the work type."""
+    losses, like = _kernels()[2], kernel_type(x.dtype)
+    tokens, n = x.shape
+    zero = like if x.dtype == np.float64 else np.float32(0)
+    block = max(-(-tokens // (4 * parallel.get_num_threads())), _LEAST_TOKENS)
+    blocks = max(-(-tokens // block), 1)
+    part = np.zeros((blocks, n), np.int64 if x.dtype == np.float64 else np.int32)
+    arguments = (like, address(x), tokens, n, block)
+    parallel.for_ranges(losses.column_magnitudes, blocks, 1, *arguments, part)
+    keys = part.max(axis=0)
+    hi, lo, special = (np.zeros((blocks, n), t) for t in (np.int64, np.uint64, np.int64))
+    parallel.for_ranges(losses.column_terms, blocks, 1, *arguments, keys, hi, lo, special)
+    means = np.empty(n, type(zero))
+    with default_environment():
+        losses.column_means(zero, keys, hi, lo, special, type(zero)(tokens), means)
+    return means
+
+
+def _sum(terms: Array, divisor: Any) -> Any:
+    """The order-free sum of a vector of the work type, divided."""
+    from isograd.reduction import numba_kernels
+
+    total = np.empty(1, terms.dtype)
+    arguments = (kernel_type(terms.dtype), address(terms), address(total), terms.size, terms.dtype.type(divisor))
+    parallel.for_ranges(numba_kernels.sum_rows, 1, 1, *arguments)
+    return total[0]
+
+
+def _load_balancing_loss(p: d.LoadBalancingLossDescriptor, a: Arguments) -> None:
+    x, loss = np.ascontiguousarray(a["probabilities"]).reshape(-1, p.shape[-1]), a["loss"]
+    shares = _shares(p.operation, a["experts"], p.shape[-1], loss.dtype.type)
+    means = _column_means(x)
+    with default_environment(), np.errstate(all="ignore"):
+        terms = shares * means
+    total = _sum(terms, 1)
+    with default_environment(), np.errstate(all="ignore"):
+        result = loss.dtype.type(p.shape[-1]) * total
+    loss[...] = result if result == result else np.nan
+
+
+def _load_balancing_loss_backward(p: d.LoadBalancingLossBackwardDescriptor, a: Arguments) -> None:
+    of = a["dloss"].dtype.type
+    shares = _shares(p.operation, a["experts"], p.shape[-1], of)
+    tokens = a["dprobabilities"].size // p.shape[-1]
+    with default_environment(), np.errstate(all="ignore"):
+        row = ((a["dloss"] * of(p.shape[-1])) * shares) / of(tokens)
+    y = _Output(a["dprobabilities"])
+    arguments = (kernel_type(y.filled.dtype), address(row), address(y.filled), p.shape[-1])
+    parallel.for_ranges(_kernels()[2].fill_rows, tokens, parallel.grain(tokens, p.shape[-1]), *arguments)
+    y.done()
+
+
+def _router_z_loss(p: d.RouterZLossDescriptor, a: Arguments) -> None:
+    x = np.ascontiguousarray(a["logits"]).reshape(-1, p.shape[-1])
+    squares = np.empty(len(x), a["loss"].dtype)
+    arguments = (kernel_type(x.dtype), address(x), address(squares), p.shape[-1])
+    function = _kernels()[2].square_logsumexp_rows
+    parallel.for_ranges(function, len(x), parallel.grain(len(x), 8 * p.shape[-1]), *arguments)
+    a["loss"][...] = _sum(squares, len(x))
+
+
+def _router_z_loss_backward(p: d.RouterZLossBackwardDescriptor, a: Arguments) -> None:
+    x, y = np.ascontiguousarray(a["logits"]).reshape(-1, p.shape[-1]), _Output(a["dlogits"])
+    dloss = a["dloss"][()]
+    arguments = (kernel_type(x.dtype), address(x), address(y.filled), p.shape[-1], dloss, dloss.dtype.type(len(x)))
+    function = _kernels()[2].z_loss_backward_rows
+    parallel.for_ranges(function, len(x), parallel.grain(len(x), 8 * p.shape[-1]), *arguments)
+    y.done()
+
+
+LAUNCH: dict[str, Callable[[Any, Arguments], None]] = {
+    "top_k": _top_k,
+    "renormalize": _renormalize,
+    "renormalize_backward": _renormalize,
+    "moe_router": _moe_router,
+    "moe_router_backward": _moe_router_backward,
+    "expert_counts": _expert_counts,
+    "expert_permutation": _expert_permutation,
+    "moe_permute": _moe_permute,
+    "moe_permute_backward": _moe_permute_backward,
+    "moe_combine": _moe_combine,
+    "moe_combine_backward": _moe_combine_backward,
+    "load_balancing_loss": _load_balancing_loss,
+    "load_balancing_loss_backward": _load_balancing_loss_backward,
+    "router_z_loss": _router_z_loss,
+    "router_z_loss_backward": _router_z_loss_backward,
+}

@@ -1,0 +1,198 @@
+"""How an operator of the library is defined for torch.
+
+    GATHER = define.operator(
+        "gather(Tensor input, int dim, Tensor index) -> Tensor",
+        run=...,                                   # computes, on any device that a kernel is registered for
+        fake=...,                                  # shapes and dtypes alone: meta and fake tensors, torch.compile
+        gradient=define.Gradient(save, backward, tangent),
+        batch=...,                                 # vmap
+        autocast={"CUDA": ...},
+    )
+
+All take the schema's arguments in its order. Operators are differentiated by their kernels at the Autograd key.
+`torch.library.register_autograd` would be shorter, but refuses torch.func's transforms. A single-level function is a
+node for the one level that the kernel serves, so that torch.func, double backward and forward mode compose.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+
+from isograd.errors import InvalidProblemError
+
+# A fragment, so that every family can add operators to the namespace.
+_library: Any = torch.library.Library("isograd", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+Operator = Callable[..., Any]
+
+
+class Gradient(NamedTuple):
+    """The derivatives of an operator.
+
+    save: (node, inputs, output) -> the tensors that the derivatives read, each an input, an output or None; anything
+    else that they need becomes an attribute of the node. `node.mark_non_differentiable(output)` where one has none.
+    backward: (node, saved, *gradients of the outputs) -> the gradients of the inputs, None for what has none; those at
+    the end may be left out. `node.needs_input_grad` says which are asked for. The gradient of an output that nothing
+    used is zeros, or None where the operator has several outputs.
+    tangent: (node, saved, *tangents of the inputs) -> those of the outputs, for forward mode; a tangent is None for
+    what is not a tensor or has none.
+    """
+
+    save: Callable[..., Sequence[Tensor | None]]
+    backward: Callable[..., tuple[Tensor | None, ...]]
+    tangent: Callable[..., Any]
+
+
+def operator(
+    schema: str,
+    *,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    batch: Callable[..., Any],
+    gradient: Gradient | None = None,
+    autocast: Mapping[str, Callable[..., Any]] | None = None,
+) -> Operator:
+    """Define `isograd::<schema>` and return it.
+
+    batch: (operator, size, in_dims, *inputs) -> (outputs, their batch dimensions). autocast: for "CUDA" or "CPU", what
+    is called in the operator's place under autocast, which is off in there.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    op: Any = getattr(torch.ops.isograd, name).default
+    # One implementation for all devices: the registry knows which have a kernel, and says so where none does.
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"isograd::{name}", fake, lib=_library)
+    if gradient is not None:
+        _library.impl(name, _differentiated(op, gradient), "Autograd", with_keyset=True)
+    torch.library.register_vmap(
+        f"isograd::{name}", lambda info, in_dims, *args: batch(op, info.batch_size, in_dims, *args), lib=_library
+    )
+    for device, rule in (autocast or {}).items():
+        _library.impl(name, _without_autocast(device, rule), f"Autocast{device}")
+    return op  # type: ignore[no-any-return]
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+_AFTER_AUTOGRAD = torch._C._after_autograd_keyset
+_transforms_active = torch._C._are_functorch_transforms_active
+
+
+@contextmanager
+def _differentiable() -> Iterator[None]:
+    """Undo what torch does to a node's own code: cut it off from differentiation, which other levels still need."""
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        yield
+
+
+def _primal(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else forward_ad.unpack_dual(tensor).primal  # type: ignore[no-untyped-call]
+
+
+def _node(op: Any, gradient: Gradient) -> Any:
+    """The operator's node in autograd's graph; the keyset travels as an additional last input."""
+    save, differentiate, push = gradient
+    count = len(op._schema.arguments) + 1
+    padding = tuple([(None,) * (count - given) for given in range(count + 1)])
+    several = len(op._schema.returns) > 1
+    redispatch = op._handle.redispatch_boxed
+
+    class Node(_SingleLevelFunction):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            keyset, args = args[-1], args[:-1]
+            if several:
+                ctx.set_materialize_grads(False)
+            with torch._C._AutoDispatchBelowAutograd():
+                if _transforms_active():
+                    with _differentiable():
+                        output = redispatch(keyset & _AFTER_AUTOGRAD, *args)
+                else:
+                    output = redispatch(keyset & _AFTER_AUTOGRAD, *args)
+            saved = save(ctx, args, output)
+            ctx.save_for_backward(*saved)
+            ctx.save_for_forward(*saved)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            gradients = differentiate(ctx, ctx.saved_tensors, *grads)
+            return gradients + padding[len(gradients)]
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Any:
+            saved = [_primal(t) for t in ctx.saved_tensors]
+            with _differentiable():
+                return push(ctx, saved, *tangents[:-1])
+
+    Node.__name__ = Node.__qualname__ = f"isograd_{op._schema.name.partition('::')[2]}"
+    return Node
+
+
+def _differentiated(op: Any, gradient: Gradient) -> Callable[..., Any]:
+    """The kernel at the Autograd key."""
+    apply = _node(op, gradient).apply
+    redispatch = op._handle.redispatch_boxed
+    arguments = op._schema.arguments
+    tensors = tuple([i for i, a in enumerate(arguments) if "Tensor" in str(a.type)])  # optional ones too
+    # Calls arrive without the arguments at the end that have their default.
+    defaults = tuple([a.default_value if a.has_default_value() else None for a in arguments])
+    count = len(arguments)
+
+    def recorded(args: tuple[Any, ...]) -> bool:
+        if torch.is_grad_enabled():
+            for i in tensors:
+                if i < len(args) and (t := args[i]) is not None and t.requires_grad:
+                    return True
+        return forward_ad._current_level >= 0
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        if not recorded(args):
+            with torch._C._AutoDispatchBelowAutograd():
+                return redispatch(keyset & _AFTER_AUTOGRAD, *args)
+        if len(args) < count:
+            args += defaults[len(args) :]
+        if not _transforms_active():
+            return apply(*args, keyset)
+        with enable_single_level_autograd_function():
+            return apply(*args, keyset)
+
+    return kernel
+
+
+# --- autocast --------------------------------------------------------------------------------------------------------
+def _without_autocast(device: str, rule: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel at a device's autocast key."""
+    key = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
+
+    def kernel(*args: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(key):
+            return rule(*args)
+
+    return kernel
+
+
+# --- vmap ------------------------------------------------------------------------------------------------------------
+def batched(tensor: Tensor, batch_dim: int | None, size: int) -> Tensor:
+    """The batch in front; where there is none, every member reads the same memory."""
+    return tensor.expand(size, *tensor.shape) if batch_dim is None else tensor.movedim(batch_dim, 0)
+
+
+def one_by_one(op: Operator, size: int, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+    """The batching rule of an operator that has no faster one: its results for every member, stacked."""
+    if size == 0:
+        raise InvalidProblemError(f"{op._name}: vmap over an empty batch")  # type: ignore[attr-defined]
+    results = [
+        op(*[a.select(d, i) if isinstance(d, int) else a for a, d in zip(args, in_dims, strict=True)])
+        for i in range(size)
+    ]
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
+    stacked = tuple([torch.stack(outputs) for outputs in zip(*results, strict=True)])
+    return stacked, (0,) * len(stacked)

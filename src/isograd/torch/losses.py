@@ -1,0 +1,207 @@
+"""Losses, and distributions on the simplex, in torch's spelling where torch has them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isograd.errors import InvalidProblemError, UnsupportedError
+from isograd.losses.promises import checked_integer
+from isograd.losses.reductions import number
+from isograd.torch.indexing import enter
+from isograd.torch.ops_cross_entropy import CROSS_ENTROPY
+from isograd.torch.ops_divergence import DISTILLATION_LOSS, KL_DIV
+from isograd.torch.ops_linear_cross_entropy import LINEAR_CROSS_ENTROPY
+from isograd.torch.ops_simplex import GUMBEL_SOFTMAX, SPARSEMAX
+from isograd.torch.tensors import checked_index, integer, refuse, require_dense, require_tensor
+
+
+def _is_narrow(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+def _constant(operation: str, weight: Tensor | None, name: str) -> Tensor | None:
+    """Weights of classes, which get no gradient."""
+    if weight is None:
+        return None
+    require_dense(operation, weight, name)
+    if weight.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(f"{operation}: {name} requires a gradient and gets none, as in torch; detach() it")
+    return weight
+
+
+def cross_entropy(
+    input: Tensor,  # noqa: A002
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: None = None,
+    ignore_index: int = -100,
+    reduce: None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    z_loss: float = 0.0,
+    count: float | None = None,
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy`, with a z-loss on request.
+
+    input: logits, classes along dimension 1 (0 if there is one dimension); float16, bfloat16, float32 or float64.
+    target: class indices (int32, int64, uint32 or uint8), or probabilities of input's shape and dtype, which may
+    require gradients too. weight: of the classes; gets no gradient. reduction: "mean", "sum" or "none". z_loss: the
+    factor of the squared logsumexp that is added to every loss. count: what a mean divides by instead of the weights
+    of the targets, so that parts of a batch have the gradients of the whole.
+
+    The loss has input's dtype as in torch (`isograd.cross_entropy` returns float32 for 16 bits); under autocast narrow
+    inputs give float32. The gradient of the logits has the bits of `isograd.cross_entropy_backward`. Differentiable
+    twice.
+
+    Raises IndexOutOfRangeError on the CPU for a target that is no class; on a GPU its loss is NaN and
+    `isograd.check()` raises. InvalidProblemError for shapes, dtypes or options that do not fit, UnsupportedError for
+    other dtypes and for torch's deprecated `size_average` and `reduce`.
+    """
+    name = "cross_entropy"
+    enter(name)
+    require_dense(name, input, "input")
+    require_tensor(name, target, "target")
+    refuse(name, None, size_average=size_average, reduce=reduce)
+    if not target.is_floating_point():
+        target = checked_index(name, target, "target")
+    elif ignore_index >= 0:
+        raise InvalidProblemError(f"{name}: ignore_index is {ignore_index} for probabilities, which name no class")
+    options: tuple[Any, ...] = (
+        integer(name, "ignore_index", ignore_index),
+        number(name, "label_smoothing", label_smoothing),
+        number(name, "z_loss", z_loss),
+        reduction,
+        None if count is None else number(name, "count", count),
+    )
+    weight = _constant(name, weight, "weight")
+    dim = 1 if input.dim() > 1 else 0
+    return CROSS_ENTROPY(input, target, weight, dim, *options, _is_narrow(input))[0]  # type: ignore[no-any-return]
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    count: float | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """Cross entropy of `hidden @ weight.T + bias`, of whose logits no more than a chunk is ever held.
+
+    hidden: [..., features]; weight: [classes, features]; targets: class indices, [...]; bias: [classes]. class_weight
+    and the other options are those of `cross_entropy`; chunk: rows at a time. The loss is in the work type (float32 for
+    16 bits).
+
+    Where a gradient is needed and the losses are reduced, it is computed along with the loss, for a loss gradient of 1,
+    and multiplied by the one that arrives. hidden, weight and bias have gradients; there are no second derivatives.
+    Bits and errors as for `isograd.linear_cross_entropy`.
+    """
+    name = "linear_cross_entropy"
+    enter(name)
+    for argument, tensor in (("hidden", hidden), ("weight", weight), *((("bias", bias),) if bias is not None else ())):
+        require_dense(name, tensor, argument)
+    targets = checked_index(name, targets, "targets")
+    class_weight = _constant(name, class_weight, "class_weight")
+    differentiated = any(t is not None and t.requires_grad for t in (hidden, weight, bias))
+    return LINEAR_CROSS_ENTROPY(  # type: ignore[no-any-return]
+        hidden,
+        weight,
+        targets,
+        bias,
+        class_weight,
+        integer(name, "ignore_index", ignore_index),
+        number(name, "label_smoothing", label_smoothing),
+        number(name, "z_loss", z_loss),
+        reduction,
+        None if count is None else number(name, "count", count),
+        None if chunk is None else integer(name, "chunk", chunk),
+        torch.is_grad_enabled() and differentiated and reduction != "none",
+    )[0]
+
+
+def kl_div(
+    input: Tensor,  # noqa: A002
+    target: Tensor,
+    size_average: None = None,
+    reduce: None = None,
+    reduction: str = "mean",
+    log_target: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.kl_div`: `p (log p - x)` for every element, reduced.
+
+    input: log-probabilities x. target: probabilities p, or with log_target their logarithms; one shape and dtype.
+    reduction: "mean" over all elements, "batchmean" over the first dimension, "sum" or "none".
+
+    Where p is 0 the term is 0 and so is its gradient, also for an input of -inf (torch: NaN). The loss has input's
+    dtype as in torch (`isograd.kl_div` returns float32 for 16 bits); under autocast narrow inputs give float32. The
+    gradients of both have the bits of `isograd.kl_div_backward`. Differentiable twice.
+
+    Raises InvalidProblemError for shapes or dtypes that differ, UnsupportedError for other dtypes and for torch's
+    deprecated `size_average` and `reduce`.
+    """
+    enter("kl_div")
+    require_dense("kl_div", input, "input")
+    require_dense("kl_div", target, "target")
+    refuse("kl_div", None, size_average=size_average, reduce=reduce)
+    return KL_DIV(input, target, reduction, bool(log_target), _is_narrow(input))  # type: ignore[no-any-return]
+
+
+def distillation_loss(
+    student: Tensor,
+    teacher: Tensor,
+    temperature: float = 1.0,
+    indices: Tensor | None = None,
+    reduction: str = "batchmean",
+) -> Tensor:
+    """`T^2 Σ_j p_j (log p_j - log q_j)`; arguments, bits and errors as `isograd.distillation_loss`.
+
+    The loss is in the work type (float32 for 16 bits). Differentiable twice with respect to the student; a teacher that
+    requires a gradient is an UnsupportedError.
+    """
+    name = "distillation_loss"
+    enter(name)
+    require_dense(name, student, "student")
+    require_dense(name, teacher, "teacher")
+    teacher = _constant(name, teacher, "teacher")  # type: ignore[assignment]
+    if indices is not None:
+        indices = checked_index(name, indices, "indices")
+    scale = number(name, "temperature", temperature)
+    return DISTILLATION_LOSS(student, teacher, scale, indices, reduction)  # type: ignore[no-any-return]
+
+
+def gumbel_softmax(
+    logits: Tensor, tau: float = 1.0, hard: bool = False, dim: int = -1, *, seed: int, offset: int = 0
+) -> Tensor:
+    """`torch.nn.functional.gumbel_softmax` with noise that `seed` and `offset` name, the same on every device.
+
+    logits: rank 1 to 8; float16, bfloat16, float32 or float64. tau: positive. hard: the one-hot of the largest, with
+    the gradient of the soft result. seed, offset: from 0 to 2^64 - 1; a call that goes on adds the number of logits to
+    the offset. torch's own draws from torch's generator, whose numbers depend on the device: there is no default seed.
+
+    Under vmap every member has the noise that it would have alone. Differentiable twice. Errors as for `softmax`.
+    """
+    name = "gumbel_softmax"
+    enter(name)
+    require_dense(name, logits, "logits")
+    scale = number(name, "tau", tau)
+    words = [checked_integer(name, key, value, 64) for key, value in (("seed", seed), ("offset", offset))]
+    words = [word - (1 << 64) if word >> 63 else word for word in words]
+    return GUMBEL_SOFTMAX(logits, scale, bool(hard), integer(name, "dim", dim), *words)  # type: ignore[no-any-return]
+
+
+def sparsemax(input: Tensor, dim: int = -1) -> Tensor:  # noqa: A002
+    """The point of the simplex nearest to the input along `dim`; bits and errors as `isograd.sparsemax`.
+
+    input: float16, bfloat16, float32 or float64. Differentiable twice (its second derivative is 0).
+    """
+    enter("sparsemax")
+    require_dense("sparsemax", input, "input")
+    return SPARSEMAX(input, integer("sparsemax", "dim", dim))  # type: ignore[no-any-return]

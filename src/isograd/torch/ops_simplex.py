@@ -1,0 +1,220 @@
+"""Operators whose results lie on the probability simplex: gumbel_softmax and sparsemax.
+
+    gumbel_softmax(Tensor logits, float tau=1.0, bool hard=False, int dim=-1, int seed=0, int offset=0) -> Tensor
+    gumbel_softmax_backward(Tensor dy, Tensor y, float tau=1.0, int dim=-1) -> Tensor
+    sparsemax(Tensor input, int dim=-1) -> Tensor
+    sparsemax_backward(Tensor dy, Tensor y, int dim=-1) -> Tensor
+
+seed and offset are words of 64 bits; those from 2^63 on are passed as negative numbers.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isograd.losses.simplex_plans import (
+    GumbelSoftmaxBackwardPlan,
+    GumbelSoftmaxPlan,
+    SparsemaxBackwardPlan,
+    SparsemaxPlan,
+)
+from isograd.torch import define
+from isograd.torch.tensors import (
+    NAMES,
+    empty,
+    launch,
+    normalized_dim,
+    require_same,
+    require_storage,
+    run,
+    usable,
+    wide,
+)
+
+_WORD = (1 << 64) - 1
+
+
+# --- gumbel_softmax --------------------------------------------------------------------------------------------------
+def _gumbel_fake(
+    logits: Tensor, tau: float = 1.0, hard: bool = False, dim: int = -1, seed: int = 0, offset: int = 0
+) -> Tensor:
+    require_storage("gumbel_softmax", logits, "logits")
+    normalized_dim("gumbel_softmax", dim, logits.shape)
+    return empty(logits.shape, logits)
+
+
+def _gumbel(
+    logits: Tensor, tau: float = 1.0, hard: bool = False, dim: int = -1, seed: int = 0, offset: int = 0
+) -> Tensor:
+    y = _gumbel_fake(logits, tau, hard, dim, seed, offset)
+    x = usable("gumbel_softmax", "logits", logits)
+    fields = (x.shape, NAMES[x.dtype], dim, tau, hard, seed & _WORD, offset & _WORD)
+    # Not through the cache of plans: a seed that changes with every call would fill it.
+    plan = GumbelSoftmaxPlan.select(GumbelSoftmaxPlan.descriptor_type(*fields), x.device.type)
+    launch(plan, logits=x, y=y if y.dim() else y.view(1))
+    return y
+
+
+def _backward_fake(operation: str, dy: Tensor, y: Tensor, dim: int) -> Tensor:
+    require_same(operation, dy, y)
+    require_storage(operation, y, "y")
+    normalized_dim(operation, dim, y.shape)
+    return empty(y.shape, y)
+
+
+def _gumbel_backward_fake(dy: Tensor, y: Tensor, tau: float = 1.0, dim: int = -1) -> Tensor:
+    return _backward_fake("gumbel_softmax_backward", dy, y, dim)
+
+
+def _gumbel_backward(dy: Tensor, y: Tensor, tau: float = 1.0, dim: int = -1) -> Tensor:
+    name = "gumbel_softmax_backward"
+    dx = _gumbel_backward_fake(dy, y, tau, dim)
+    g, p = usable(name, "dy", dy), usable(name, "y", y)
+    out = dx if dx.dim() else dx.view(1)
+    run(GumbelSoftmaxBackwardPlan, p.device, (p.shape, NAMES[p.dtype], dim, tau), dy=g, y=p, dx=out)
+    return dx
+
+
+def _save_gumbel(node: Any, inputs: tuple[Any, ...], y: Tensor) -> tuple[Tensor]:
+    logits, *node.options = inputs
+    return (logits if node.options[1] else y,)
+
+
+def _soft(node: Any, saved: tuple[Tensor]) -> Tensor:
+    """The soft result, whose gradient a hard one has as well."""
+    tau, hard, *rest = node.options
+    return GUMBEL_SOFTMAX(saved[0], tau, False, *rest) if hard else saved[0]
+
+
+def _slope_gumbel(node: Any, saved: tuple[Tensor], g: Tensor) -> Tensor:
+    tau, _, dim, *_ = node.options
+    return GUMBEL_SOFTMAX_BACKWARD(g, _soft(node, saved), tau, dim)  # type: ignore[no-any-return]
+
+
+def _save_gumbel_backward(node: Any, inputs: tuple[Any, ...], dx: Tensor) -> tuple[Tensor, Tensor]:
+    dy, y, node.tau, node.dim = inputs
+    return dy, y
+
+
+def _differentiate_gumbel_backward(
+    node: Any, saved: tuple[Tensor, Tensor], h: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    dy, y = saved
+    by_dy = GUMBEL_SOFTMAX_BACKWARD(h, y, node.tau, node.dim) if node.needs_input_grad[0] else None
+    if not node.needs_input_grad[1]:
+        return by_dy, None
+    h, g, p = wide(h, dy, y)
+    s = (p * g).sum(node.dim, keepdim=True)
+    by_y = (h * (g - s) - g * (h * p).sum(node.dim, keepdim=True)) / node.tau
+    return by_dy, by_y.to(y.dtype)
+
+
+def _push_gumbel_backward(
+    node: Any, saved: tuple[Tensor, Tensor], t_dy: Tensor | None, t_y: Tensor | None, *rest: None
+) -> Tensor:
+    dy, y = saved
+    t = GUMBEL_SOFTMAX_BACKWARD(torch.zeros_like(dy) if t_dy is None else t_dy, y, node.tau, node.dim)
+    if t_y is None:
+        return t  # type: ignore[no-any-return]
+    g, p, h = wide(dy, y, t_y)
+    s = (p * g).sum(node.dim, keepdim=True)
+    extra = (h * (g - s) - p * (h * g).sum(node.dim, keepdim=True)) / node.tau
+    return t + extra.to(y.dtype)  # type: ignore[no-any-return]
+
+
+# --- sparsemax -------------------------------------------------------------------------------------------------------
+def _sparsemax_fake(input: Tensor, dim: int = -1) -> Tensor:  # noqa: A002
+    require_storage("sparsemax", input, "input")
+    normalized_dim("sparsemax", dim, input.shape)
+    return empty(input.shape, input)
+
+
+def _sparsemax(input: Tensor, dim: int = -1) -> Tensor:  # noqa: A002
+    y = _sparsemax_fake(input, dim)
+    x = usable("sparsemax", "input", input)
+    run(SparsemaxPlan, x.device, (x.shape, NAMES[x.dtype], dim), x=x, y=y if y.dim() else y.view(1))
+    return y
+
+
+def _sparsemax_backward_fake(dy: Tensor, y: Tensor, dim: int = -1) -> Tensor:
+    return _backward_fake("sparsemax_backward", dy, y, dim)
+
+
+def _sparsemax_backward(dy: Tensor, y: Tensor, dim: int = -1) -> Tensor:
+    name = "sparsemax_backward"
+    dx = _sparsemax_backward_fake(dy, y, dim)
+    g, p = usable(name, "dy", dy), usable(name, "y", y)
+    out = dx if dx.dim() else dx.view(1)
+    run(SparsemaxBackwardPlan, p.device, (p.shape, NAMES[p.dtype], dim), dy=g, y=p, dx=out)
+    return dx
+
+
+def _save_sparsemax(node: Any, inputs: tuple[Any, ...], y: Tensor) -> tuple[Tensor]:
+    node.dim = inputs[1]
+    return (y,)
+
+
+def _save_sparsemax_backward(node: Any, inputs: tuple[Any, ...], dx: Tensor) -> tuple[Tensor]:
+    _, y, node.dim = inputs
+    return (y,)
+
+
+def _batch(
+    count: int, op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Any
+) -> tuple[Tensor, int]:
+    """Run an operator whose first `count` arguments are tensors and whose last one is dim, over a batch."""
+    tensors = [define.batched(t, d, size) for t, d in zip(args[:count], in_dims, strict=False)]
+    shape = tensors[0].shape[1:]
+    defaults = [a.default_value for a in op._schema.arguments[len(args) :]]  # type: ignore[attr-defined]
+    *options, dim = [*args[count:], *defaults]
+    if not shape:
+        tensors = [t.unsqueeze(1) for t in tensors]
+    result = op(*tensors, *options, normalized_dim(op.__name__, dim, shape) + 1)
+    return (result if shape else result.squeeze(1)), 0
+
+
+GUMBEL_SOFTMAX: define.Operator = define.operator(
+    "gumbel_softmax(Tensor logits, float tau=1.0, bool hard=False, int dim=-1, int seed=0, int offset=0) -> Tensor",
+    run=_gumbel,
+    fake=_gumbel_fake,
+    gradient=define.Gradient(
+        _save_gumbel,
+        lambda node, saved, dy: (_slope_gumbel(node, saved, dy),),
+        lambda node, saved, t, *rest: _slope_gumbel(node, saved, t),  # the Jacobian is symmetric
+    ),
+    batch=define.one_by_one,  # the noise belongs to the place in a member
+)
+GUMBEL_SOFTMAX_BACKWARD: define.Operator = define.operator(
+    "gumbel_softmax_backward(Tensor dy, Tensor y, float tau=1.0, int dim=-1) -> Tensor",
+    run=_gumbel_backward,
+    fake=_gumbel_backward_fake,
+    gradient=define.Gradient(_save_gumbel_backward, _differentiate_gumbel_backward, _push_gumbel_backward),
+    batch=functools.partial(_batch, 2),
+)
+SPARSEMAX: define.Operator = define.operator(
+    "sparsemax(Tensor input, int dim=-1) -> Tensor",
+    run=_sparsemax,
+    fake=_sparsemax_fake,
+    gradient=define.Gradient(
+        _save_sparsemax,
+        lambda node, saved, dy: (SPARSEMAX_BACKWARD(dy, saved[0], node.dim),),
+        lambda node, saved, t, *rest: SPARSEMAX_BACKWARD(t, saved[0], node.dim),
+    ),
+    batch=functools.partial(_batch, 1),
+)
+SPARSEMAX_BACKWARD: define.Operator = define.operator(
+    "sparsemax_backward(Tensor dy, Tensor y, int dim=-1) -> Tensor",
+    run=_sparsemax_backward,
+    fake=_sparsemax_backward_fake,
+    # Constant in y between the places where the support changes.
+    gradient=define.Gradient(
+        _save_sparsemax_backward,
+        lambda node, saved, h: (SPARSEMAX_BACKWARD(h, saved[0], node.dim),),
+        lambda node, saved, t, *rest: (
+            torch.zeros_like(saved[0]) if t is None else SPARSEMAX_BACKWARD(t, saved[0], node.dim)
+        ),
+    ),
+    batch=functools.partial(_batch, 2),
+)
