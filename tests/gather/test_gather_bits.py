@@ -279,6 +279,18 @@ def test_more_sources_than_an_int64_holds(shape, dtype):
     assert raw(out) == raw(expected)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("shape", [(40,), (40_000,), (4, 8)], ids=["dense line", "sparse line", "rows"])
+def test_many_terms_of_one_sign(shape, dtype):
+    # From 257 on the upper part of a binary64 sum is no binary64 number any more.
+    rng = np.random.default_rng(17)
+    for count in (255, 256, 257, 600, 3000):
+        for _ in range(3):
+            values = rng.uniform(1, 2, (count, *shape[1:])).astype(dtype)
+            given = {"shape": shape, "indices": np.full(count, 2), "values": values}
+            assert raw(run("index_sum", **given)) == raw(reference("index_sum", **given)), count
+
+
 # --- one result, however sources and work are cut -------------------------------------------------------------------
 def permuted(given, order):
     return {**given, "indices": given["indices"][order], "values": given["values"][order]}
@@ -441,12 +453,12 @@ def test_distinct_indices_have_the_same_bits_when_they_are_promised(dtype):
 @pytest.mark.parametrize("width", [15, 20, 21, 22, 23, 30, 34, 35, 36, 37, 38, 50])
 def test_a_dense_line_takes_one_quantum_only_where_that_is_exact(width, dtype):
     # Up to 21 (36) places between the largest and the smallest value all of them are multiples of the largest's
-    # quantum. Each destination has values of one magnitude, so that another's quantum would show.
+    # quantum. One destination has the largest value and the others the smallest ones, in which its quantum would show.
     rng = np.random.default_rng(16)
-    indices = np.arange(60) % 6
-    exponents = np.where(indices == 0, 0, np.where(indices == 1, -width, rng.integers(-width, 1, 60)))
-    values = (rng.uniform(1, 2, 60) * rng.choice([-1, 1], 60) * np.exp2(exponents)).astype(dtype)
-    given = {"shape": (6,), "indices": indices, "values": values, "axis": 0}
+    indices = np.arange(1200) % 600
+    exponents = np.where(indices == 0, 0, -width)
+    values = (rng.uniform(1, 2, 1200) * np.exp2(exponents)).astype(dtype)
+    given = {"shape": (600,), "indices": indices, "values": values, "axis": 0}
     assert raw(run("take_along_axis_backward", **given)) == raw(reference("take_along_axis_backward", **given))
 
 
