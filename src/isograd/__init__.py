@@ -17,6 +17,7 @@ with default_environment():
         UnsupportedError,
         WorkspaceTooSmallError,
     )
+    from isograd.faults import check, debug
     from isograd.parallel import get_num_threads, set_num_threads
     from isograd.plan import ErrorBound, Kernel, KernelSku, PrecisionGuarantee
     from isograd.registry import kernels, register_kernel, unregister_kernel
@@ -47,6 +48,8 @@ __all__ = [
     "UnsupportedError",
     "Variable",
     "WorkspaceTooSmallError",
+    "check",
+    "debug",
     "get_num_threads",
     "kernels",
     "log_softmax",

@@ -1,0 +1,1 @@
+"""Gather and scatter: values along an axis by index, and sums over repeated indices."""
