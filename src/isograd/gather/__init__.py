@@ -1,1 +1,1 @@
-"""Gather and scatter: values along an axis by index, and sums over repeated indices."""
+"""take_along_axis, scatter sums, embedding, and their gradients."""

@@ -252,9 +252,9 @@ def sum_configuration(num: int, width: int, itemsize: int) -> SumConfiguration:
     return SumConfiguration(min(power_of_two(num), 8192 // work // block), block, 4, 8192 // work // hot_block, hot_block)
 
 
-def _matrix(t: torch.Tensor) -> torch.Tensor:
-    """A tensor's rows as the rows of a matrix, copied only where strides do not allow a view."""
-    return t.reshape(t.shape[0], math.prod(t.shape[1:]))
+def _matrix(t: torch.Tensor, count: int) -> torch.Tensor:
+    """A tensor as a matrix of `count` rows, copied only where strides do not allow a view."""
+    return t.reshape(count, t.numel() // count if count else math.prod(t.shape[1:]))
 
 
 def _select(
@@ -278,8 +278,7 @@ def index_select(
     if out.numel() == 0:
         return
     flat = indices.reshape(-1)
-    result = out.reshape(flat.numel(), -1)
-    source = _matrix(weight)
+    result, source = _matrix(out, flat.numel()), _matrix(weight, weight.shape[0])
     code = faults.code(operation, argument, negative)
     strides = (*source.stride(), *result.stride())
     key = (weight.shape[0], flat.numel(), result.shape[1], code, strides, out.element_size(), negative)
@@ -342,7 +341,7 @@ def _count(p: _Sum) -> Specification:
 
 
 def _allocate(p: _Sum) -> Specification:
-    return Specification((p.num, 4 * _BLOCK, p.hots), -(-p.num // (4 * _BLOCK)))
+    return Specification((p.num, 4 * _BLOCK, p.hots), max(-(-p.num // (4 * _BLOCK)), 1))
 
 
 def _place(p: _Sum) -> Specification:
@@ -357,7 +356,7 @@ def _cold(p: _Sum) -> Specification:
     sizes = (p.num, p.count, p.width, programs, p.hot_programs, p.hot_size)
     tiles = (config.rows, config.block, config.hot_rows, config.hot_block)
     tail = (*sizes, *p.strides, *tiles, p.words, p.hots, p.has_x, p.native)
-    return Specification(tail, programs + p.hot_programs, config.warps)
+    return Specification(tail, max(programs + p.hot_programs, 1), config.warps)
 
 
 def _hot(p: _Sum) -> Specification:
@@ -379,7 +378,7 @@ def index_sum(
 ) -> None:
     """out (num, *rest) = zeros or x, plus the sum of values[s] with indices[s] == d in out[d].
 
-    values: (count, *rest). `out` may be `x`. Sources whose index equals `skipped` are left out. `config` overrides the
+    indices: any shape; values: (*indices.shape, *rest). `out` may be `x`. Sources whose index equals `skipped` are left out. `config` overrides the
     rule.
     """
     if out.numel() == 0 and (indices.numel() == 0 or values.numel() == 0):
@@ -387,9 +386,10 @@ def index_sum(
     if values.numel() == 0:
         out.zero_() if x is None else out.copy_(x)
         return
-    result, source = _matrix(out), _matrix(values)
-    base = result if x is None else _matrix(x)
-    num, count, width = out.shape[0], indices.numel(), result.shape[1]
+    num, count, indices = out.shape[0], indices.numel(), indices.reshape(-1)
+    result, source = _matrix(out, num), _matrix(values, count)
+    base = result if x is None else _matrix(x, num)
+    width = source.shape[1]
     key_type, words = _work(out.dtype)
     words *= 2 if count > _SHORT_SUM else 1
     problem = _Sum(

@@ -1,0 +1,134 @@
+"""What the functional APIs of all families share: arrays of any kind in, results of the same kind out.
+
+    (x, indices), restore = functional.inputs("take_along_axis", x=x, indices=indices)
+    device, dtype = arrays.describe(x, "take_along_axis", "x")
+    plan = functional.plan(TakeAlongAxisPlan, TakeAlongAxisDescriptor(...), device)
+    v = functional.empty(shape, dtype, x)
+    return restore(functional.run(plan, x=x, indices=indices, v=v))
+
+Inside an `Encoder` the plan is recorded instead, and what `run` returns is a promise of the result.
+"""
+
+import functools
+import operator
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import numpy as np
+
+from isograd import arrays, encoder, registry
+from isograd.errors import InvalidProblemError, UnsupportedError
+from isograd.plan import Descriptor, Plan
+
+P = TypeVar("P", bound=Plan)
+
+
+@functools.lru_cache(maxsize=4096)
+def _selected(plan_type: Any, descriptor: Descriptor, device: str, generation: int) -> Any:
+    return plan_type.select(descriptor, device)
+
+
+def plan(plan_type: type[P], descriptor: Descriptor, device: str = "cpu") -> P:
+    """The plan for a descriptor, selected once. Its fields have to be hashable and plain: see `integer`."""
+    selected: P = _selected(plan_type, descriptor, device, registry.generation())
+    return selected
+
+
+def integer(operation: str, argument: str, value: Any) -> int:
+    """An argument as a plain int; InvalidProblemError for anything else, 1.0 included, which equals 1 in a cache."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InvalidProblemError(f"{operation}: {argument} is {value!r}; it takes integers only") from None
+
+
+def tape_of(*values: Any) -> Any:
+    """The module `isograd.tape` if one of the values is a tape variable, else None."""
+    tape = sys.modules.get("isograd.tape")
+    return tape if tape is not None and any(isinstance(v, tape.Variable) for v in values) else None
+
+
+def inputs(operation: str, **given: Any) -> tuple[list[Any], Callable[[Any], Any]]:
+    """The inputs as NumPy arrays and tensors, and a function that turns a result into the first input's kind.
+
+    Promised results of a recording are unwrapped, arrays with DLPack enter as NumPy arrays.
+    """
+    taken, restore = [], None
+    for position, (name, value) in enumerate(given.items()):
+        array = encoder.unwrapped(value)
+        if not arrays.is_tensor(array):
+            array, back = arrays.to_numpy(array, operation, name)
+            if back is not None:
+                encoder.refuse(operation, f"{name} is a {type(value).__name__}")
+            if not isinstance(array, np.ma.MaskedArray):  # whose mask the plan refuses to lose
+                array = array.view(np.ndarray)
+            restore = back if position == 0 else restore
+        taken.append(array)
+    return taken, restore if restore is not None else lambda result: result
+
+
+def empty(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+    """An array of the kind and on the device of `like` that waits to be written; `dtype` is a name."""
+    if not arrays.is_tensor(like):
+        return np.empty(shape, arrays.numpy_dtype(dtype) if dtype == "bfloat16" else dtype)
+    torch = sys.modules["torch"]
+    return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
+
+
+def run(plan: Plan, **arguments: Any) -> Any:
+    """Run a plan and return what it wrote: one array, or a tuple of them.
+
+    UnsupportedError for a tensor that autograd follows: the result would silently lack its history.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        tensors = [name for name, a in arguments.items() if arrays.is_tensor(a) and a.requires_grad]
+        if tensors and torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"{plan.sku.op}: {tensors[0]} requires a gradient, which is not recorded here; use isograd.torch, "
+                "torch.no_grad() or detach()"
+            )
+    plan.run(**arguments)
+    written = [arguments[name] for name in plan.outputs]
+    if encoder.recordings:
+        written = [encoder.result(plan.sku.op, a) if isinstance(a, np.ndarray) else a for a in written]
+    return written[0] if len(written) == 1 else tuple(written)
+
+
+# --- views of arrays of either kind ----------------------------------------------------------------------------------
+def unguarded() -> AbstractContextManager[None]:
+    """Let views of tensors be made that a recording has only promised yet."""
+    recording = encoder.current() if encoder.recordings else None
+    return nullcontext() if recording is None else recording.unguarded()
+
+
+def expanded(array: Any, shape: tuple[int, ...]) -> Any:
+    """The array seen in a shape that it broadcasts to, without a copy."""
+    if array.shape == shape:
+        return array
+    if not arrays.is_tensor(array):
+        return np.broadcast_to(array, shape)
+    with unguarded():
+        return array.expand(shape)
+
+
+def permuted(array: Any, order: tuple[int, ...]) -> Any:
+    """The array with its axes in another order, without a copy."""
+    if not arrays.is_tensor(array):
+        return array.transpose(order)
+    with unguarded():
+        return array.permute(order)
+
+
+def reshaped(operation: str, argument: str, array: Any, shape: tuple[int, ...]) -> Any:
+    """The array in another shape, copied if its strides allow no view; a recording, which may not copy, refuses that."""
+    if array.shape == shape:
+        return array
+    with unguarded():
+        result = array.reshape(shape)
+    same = arrays.placement(array)[0] == arrays.placement(result)[0]
+    if not same and arrays.size_of(shape):
+        encoder.refuse(operation, f"{argument} has strides that need a copy")
+    return result
