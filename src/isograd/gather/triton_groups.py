@@ -4,16 +4,18 @@
 
 `index_sum` groups the sources by destination first. `group_count` gives every source its rank among those of its
 destination, `group_allocate` every destination a range of the list, `group_place` fills the list. Ranks and ranges
-depend on the order in which atomics arrive; the sums do not, they are exact integers. Then `group_sum` writes every
-destination with at most HOT sources. The sources of the others, the hot ones, are cut into chunks: `group_sum` finds
-the largest terms of each chunk, `group_hot` adds its integers up, and the last chunk of a destination to arrive writes.
+depend on the order in which atomics arrive; the sums do not, they are exact integers. Then `group_copy` writes every
+destination with at most one source, which takes few registers and so keeps the memory busy, and `group_sum` those with
+up to HOT sources. The sources of the others, the hot ones, are cut into chunks: `group_copy` finds the largest terms of
+each chunk, `group_sum` adds its integers up, and the last chunk of a destination to arrive writes.
 
-Scratch memory of int32 (int64 from 2**31 sources on), `num` destinations and `count` sources:
-    total, chunks, hot, unused          4 counters, zero at the start
+Scratch memory of int32 (int64 where that is too narrow), `num` destinations and `count` sources:
+    total, chunks, hot, several         4 counters, zero at the start
     counts [num]                        sources of a destination, zero at the start
     offsets, first, chunk_base, slots   [num] each: start in `order`, source of rank 0, first chunk, hot number
     ranks, order                        [count] each
     chunk_destination                   [2 * count // CHUNK + 1]
+    destination, start, sources         [count // 2 + 1] each, of the destinations with 2 to HOT sources
 Hot scratch memory of int64, zeroed by `group_place`, for each hot destination: WORDS * width words, `width` keys and
 one counter for each block of columns.
 """
@@ -79,6 +81,12 @@ def _destinations(indices_ptr, s, count, num, stride, skipped, SKIPS: tl.constex
 
 
 @triton.jit
+def _several(scratch_ptr, num, count):
+    """Where the list of destinations with several sources starts."""
+    return scratch_ptr + COUNTERS + 5 * wide_int(num) + 2 * wide_int(count) + (2 * wide_int(count) // CHUNK + 1)
+
+
+@triton.jit
 def group_count(
     indices_ptr,
     scratch_ptr,
@@ -106,8 +114,8 @@ def group_count(
 
 
 @triton.jit
-def group_allocate(scratch_ptr, num, BLOCK: tl.constexpr, HOTS: tl.constexpr):
-    """A range of `order` for every destination with sources; chunks and a number for every hot one."""
+def group_allocate(scratch_ptr, num, count, BLOCK: tl.constexpr, HOTS: tl.constexpr):
+    """A range of `order` for every destination with sources, a list of those with several, chunks of the hot ones."""
     size = wide_int(num)
     counts = scratch_ptr + COUNTERS
     d = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -116,6 +124,16 @@ def group_allocate(scratch_ptr, num, BLOCK: tl.constexpr, HOTS: tl.constexpr):
     start = tl.cumsum(c, 0) - c
     base = tl.atomic_add(scratch_ptr, tl.sum(c, axis=0), sem="relaxed")
     tl.store(counts + size + d, base + start, mask=mask)
+    some = (c > 1) & (c <= HOT)
+    several = some.to(c.dtype)
+    number = tl.sum(several, axis=0)
+    if number > 0:
+        line = _several(scratch_ptr, num, count) + tl.atomic_add(scratch_ptr + 3, number, sem="relaxed")
+        line += tl.cumsum(several, 0) - several
+        step = wide_int(count) // 2 + 1
+        tl.store(line, d.to(c.dtype), mask=some)
+        tl.store(line + step, base + start, mask=some)
+        tl.store(line + 2 * step, c, mask=some)
     if HOTS:
         hot = (c > HOT).to(c.dtype)
         number = tl.sum(hot, axis=0)
@@ -212,6 +230,68 @@ def _keys(base, width, WORDS: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def group_copy(
+    values_ptr,
+    x_ptr,
+    out_ptr,
+    scratch_ptr,
+    hot_ptr,
+    num,
+    count,
+    width,
+    programs,
+    hot_programs,
+    hot_size,
+    values_row,
+    values_column,
+    x_row,
+    x_column,
+    out_row,
+    out_column,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HOT_ROWS: tl.constexpr,
+    HOT_BLOCK: tl.constexpr,
+    WORDS: tl.constexpr,
+    HOTS: tl.constexpr,
+    HAS_X: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Destinations with at most one source; the programs that come last find the keys of hot chunks."""
+    pid = tl.program_id(0).to(tl.int64)
+    counts = scratch_ptr + COUNTERS
+    work: tl.constexpr = tl.float64 if values_ptr.dtype.element_ty == tl.float64 else tl.float32
+    if pid < programs:
+        parts = tl.cdiv(width, BLOCK)
+        block = pid // parts
+        column = ((pid - block * parts) * BLOCK + tl.arange(0, BLOCK))[None, :]
+        d = block * ROWS + tl.arange(0, ROWS)
+        c = tl.load(counts + d, mask=d < num, other=2)
+        source = tl.load(counts + 2 * wide_int(num) + d, mask=c == 1, other=0)
+        s = _terms(values_ptr, source, column, c == 1, width, values_row, values_column, NATIVE)
+        s += 0.0  # the sum of one term: minus zero becomes zero
+        mask = ((c == 1) if IN_PLACE else (c <= 1))[:, None] & (column < width)
+        some = (c == 1)[:, None]
+        _store(
+            out_ptr, x_ptr, d[:, None], column, s, some, mask, x_row, x_column, out_row, out_column, HAS_X, NATIVE
+        )
+    elif HOTS:
+        parts = tl.cdiv(width, HOT_BLOCK)
+        tasks = tl.load(scratch_ptr + 1).to(tl.int64) * parts
+        for task in range(pid - programs, tasks, wide_int(hot_programs)):
+            start, length, slot, _, _, column = _chunk(scratch_ptr, task, num, count, parts, HOT_BLOCK)
+            best = tl.zeros((HOT_ROWS, HOT_BLOCK), tl.int64 if work == tl.float64 else tl.int32)
+            for i in range(0, CHUNK, HOT_ROWS):
+                j = i + tl.arange(0, HOT_ROWS)
+                source = tl.load(start + j, mask=j < length, other=0)
+                p = _terms(values_ptr, source, column, j < length, width, values_row, values_column, NATIVE)
+                best = tl.maximum(best, terms.term_key(p))
+            keys = _keys(hot_ptr + slot * hot_size, width, WORDS, work) + column
+            tl.atomic_max(keys, tl.max(best, axis=0)[None, :], mask=column < width, sem="relaxed")
+
+
+@triton.jit
 def group_sum(
     values_ptr,
     x_ptr,
@@ -221,8 +301,7 @@ def group_sum(
     num,
     count,
     width,
-    cold_programs,
-    hot_programs,
+    programs,
     hot_size,
     values_row,
     values_column,
@@ -239,118 +318,82 @@ def group_sum(
     HAS_X: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Destinations that are not hot; the programs that come last find the keys of hot chunks."""
+    """Sums of two to HOT sources, and the integers of hot chunks; programs share the work in turn."""
     pid = tl.program_id(0).to(tl.int64)
-    size = wide_int(num)
-    counts = scratch_ptr + COUNTERS
     work: tl.constexpr = tl.float64 if values_ptr.dtype.element_ty == tl.float64 else tl.float32
-    if pid < cold_programs:
-        parts = tl.cdiv(width, BLOCK)
-        block = pid // parts
-        column = ((pid - block * parts) * BLOCK + tl.arange(0, BLOCK))[None, :]
-        d = block * ROWS + tl.arange(0, ROWS)
-        c = tl.load(counts + d, mask=d < num, other=HOT + 1)
-        cold = c <= HOT
-        c = tl.where(cold, c, 0)
-        source = tl.load(counts + 2 * size + d, mask=c > 0, other=0)
-        most = tl.max(c, axis=0)
-        s = _terms(values_ptr, source, column, c > 0, width, values_row, values_column, NATIVE)
-        if most > 1:
-            order = counts + 5 * size + wide_int(count) + tl.load(counts + size + d, mask=c > 1, other=0)
-            key = terms.term_key(s)
-            for i in range(1, most):
-                source = tl.load(order + i, mask=i < c, other=0)
-                p = _terms(values_ptr, source, column, i < c, width, values_row, values_column, NATIVE)
-                key = tl.maximum(key, terms.term_key(p))
-            exponent, scale, magic, low_scale = sums.term_scale(key)
-            a, b = terms.term_parts(s, scale, magic, low_scale)
-            special = terms.special_terms(s)
-            for i in range(1, most):
-                source = tl.load(order + i, mask=i < c, other=0)
-                p = _terms(values_ptr, source, column, i < c, width, values_row, values_column, NATIVE)
-                more_a, more_b = terms.term_parts(p, scale, magic, low_scale)
-                a += more_a
-                b += more_b
-                special += terms.special_terms(p)
-            s = terms.sum_of_parts(a, b, exponent, special, key)
-        else:
-            s += 0.0  # the sum of one term: minus zero becomes zero
-        some = (c > 0)[:, None]
-        mask = cold[:, None] & (column < width)
-        _store(
-            out_ptr, x_ptr, d[:, None], column, s, some, mask, x_row, x_column, out_row, out_column, HAS_X, NATIVE
-        )
-    elif HOTS:
+    if HOTS:
         parts = tl.cdiv(width, HOT_BLOCK)
         tasks = tl.load(scratch_ptr + 1).to(tl.int64) * parts
-        for task in range(pid - cold_programs, tasks, wide_int(hot_programs)):
-            start, length, slot, _, _, column = _chunk(scratch_ptr, task, num, count, parts, HOT_BLOCK)
-            best = tl.zeros((HOT_ROWS, HOT_BLOCK), tl.int64 if work == tl.float64 else tl.int32)
+        for task in range(pid, tasks, wide_int(programs)):
+            start, length, slot, d, chunks, column = _chunk(scratch_ptr, task, num, count, parts, HOT_BLOCK)
+            mask = column < width
+            words = hot_ptr + slot * hot_size
+            key = tl.load(_keys(words, width, WORDS, work) + column, mask=mask, other=0)
+            _, scale, magic, low_scale = sums.term_scale(key)
+            a = tl.zeros((HOT_ROWS, HOT_BLOCK), tl.int64)
+            b = tl.zeros((HOT_ROWS, HOT_BLOCK), tl.int64)
+            special = tl.zeros((HOT_ROWS, HOT_BLOCK), work)
             for i in range(0, CHUNK, HOT_ROWS):
                 j = i + tl.arange(0, HOT_ROWS)
                 source = tl.load(start + j, mask=j < length, other=0)
                 p = _terms(values_ptr, source, column, j < length, width, values_row, values_column, NATIVE)
-                best = tl.maximum(best, terms.term_key(p))
-            keys = _keys(hot_ptr + slot * hot_size, width, WORDS, work) + column
-            tl.atomic_max(keys, tl.max(best, axis=0)[None, :], mask=column < width, sem="relaxed")
-
-
-@triton.jit
-def group_hot(
-    values_ptr,
-    x_ptr,
-    out_ptr,
-    scratch_ptr,
-    hot_ptr,
-    num,
-    count,
-    width,
-    hot_programs,
-    hot_size,
-    values_row,
-    values_column,
-    x_row,
-    x_column,
-    out_row,
-    out_column,
-    HOT_ROWS: tl.constexpr,
-    HOT_BLOCK: tl.constexpr,
-    WORDS: tl.constexpr,
-    HAS_X: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    """Add up the integer terms of hot destinations, and write what is complete."""
-    work: tl.constexpr = tl.float64 if values_ptr.dtype.element_ty == tl.float64 else tl.float32
-    wide: tl.constexpr = work == tl.float64
-    parts = tl.cdiv(width, HOT_BLOCK)
-    tasks = tl.load(scratch_ptr + 1).to(tl.int64) * parts
-    for task in range(tl.program_id(0).to(tl.int64), tasks, wide_int(hot_programs)):
-        start, length, slot, d, chunks, column = _chunk(scratch_ptr, task, num, count, parts, HOT_BLOCK)
-        mask = column < width
-        words = hot_ptr + slot * hot_size
-        keys = _keys(words, width, WORDS, work)
-        key = tl.load(keys + column, mask=mask, other=0)
-        _, scale, magic, low_scale = sums.term_scale(key)
-        a = tl.zeros((HOT_ROWS, HOT_BLOCK), tl.int64)
-        b = tl.zeros((HOT_ROWS, HOT_BLOCK), tl.int64)
-        special = tl.zeros((HOT_ROWS, HOT_BLOCK), work)
-        for i in range(0, CHUNK, HOT_ROWS):
-            j = i + tl.arange(0, HOT_ROWS)
-            source = tl.load(start + j, mask=j < length, other=0)
-            p = _terms(values_ptr, source, column, j < length, width, values_row, values_column, NATIVE)
-            more_a, more_b = terms.term_parts(p, scale, magic, low_scale)
+                more_a, more_b = terms.term_parts(p, scale, magic, low_scale)
+                a += more_a
+                b += more_b
+                special += terms.special_terms(p)
+            a, b = tl.sum(a, axis=0)[None, :], tl.sum(b, axis=0)[None, :]
+            special = tl.sum(special, axis=0)[None, :]
+            terms.accumulate(words + column, width, a, b, special, key, mask, WORDS, work == tl.float64)
+            # The barrier puts the program's additions before its arrival, which releases them; whoever arrives last
+            # has acquired everyone's.
+            tl.debug_barrier()
+            arrived = words + WORDS * wide_int(width) + width + (task - task // parts * parts)
+            if tl.atomic_add(arrived, wide_int(1), sem="acq_rel") == chunks - 1:
+                tl.debug_barrier()
+                w0, w1, w2, w3 = terms.load_words(words + column, width, mask, WORDS)
+                s = terms.sum_of_words(w0, w1, w2, w3, key, WORDS)
+                some = tl.full((1, 1), 1, tl.int1)
+                _store(out_ptr, x_ptr, d, column, s, some, mask, x_row, x_column, out_row, out_column, HAS_X, NATIVE)
+    order = scratch_ptr + COUNTERS + 5 * wide_int(num) + wide_int(count)
+    several = tl.load(scratch_ptr + 3)
+    step = wide_int(count) // 2 + 1
+    parts = tl.cdiv(width, BLOCK)
+    tasks = tl.cdiv(several, ROWS).to(tl.int64) * parts
+    for task in range(pid, tasks, wide_int(programs)):
+        block = task // parts
+        column = ((task - block * parts) * BLOCK + tl.arange(0, BLOCK))[None, :]
+        line = block * ROWS + tl.arange(0, ROWS)
+        inside = line < several
+        entry = _several(scratch_ptr, num, count) + line
+        d = tl.load(entry, mask=inside, other=0).to(tl.int64)
+        start = order + tl.load(entry + step, mask=inside, other=0)
+        c = tl.load(entry + 2 * step, mask=inside, other=0)
+        most = tl.max(c, axis=0)
+        source = tl.load(start, mask=inside, other=0)
+        second = tl.load(start + 1, mask=inside, other=0)
+        p = _terms(values_ptr, source, column, inside, width, values_row, values_column, NATIVE)
+        q = _terms(values_ptr, second, column, inside, width, values_row, values_column, NATIVE)
+        key = tl.maximum(terms.term_key(p), terms.term_key(q))
+        for i in range(2, most):
+            source = tl.load(start + i, mask=i < c, other=0)
+            more = _terms(values_ptr, source, column, i < c, width, values_row, values_column, NATIVE)
+            key = tl.maximum(key, terms.term_key(more))
+        exponent, scale, magic, low_scale = sums.term_scale(key)
+        a, b = terms.term_parts(p, scale, magic, low_scale)
+        more_a, more_b = terms.term_parts(q, scale, magic, low_scale)
+        a += more_a
+        b += more_b
+        special = terms.special_terms(p) + terms.special_terms(q)
+        for i in range(2, most):
+            source = tl.load(start + i, mask=i < c, other=0)
+            more = _terms(values_ptr, source, column, i < c, width, values_row, values_column, NATIVE)
+            more_a, more_b = terms.term_parts(more, scale, magic, low_scale)
             a += more_a
             b += more_b
-            special += terms.special_terms(p)
-        a, b = tl.sum(a, axis=0)[None, :], tl.sum(b, axis=0)[None, :]
-        special = tl.sum(special, axis=0)[None, :]
-        terms.accumulate(words + column, width, a, b, special, key, mask, WORDS, wide)
-        # The barrier puts the program's additions before its arrival, which releases them; whoever arrives last has
-        # acquired everyone's.
-        tl.debug_barrier()
-        arrived = words + WORDS * wide_int(width) + width + (task - task // parts * parts)
-        if tl.atomic_add(arrived, tl.full((), 1, tl.int64), sem="acq_rel") == chunks - 1:
-            tl.debug_barrier()
-            s = terms.sum_of_words(words + column, width, key, mask, WORDS)
-            some = tl.full((1, 1), 1, tl.int1)
-            _store(out_ptr, x_ptr, d, column, s, some, mask, x_row, x_column, out_row, out_column, HAS_X, NATIVE)
+            special += terms.special_terms(more)
+        s = terms.sum_of_parts(a, b, exponent, special, key)
+        some = inside[:, None]
+        mask = some & (column < width)
+        _store(
+            out_ptr, x_ptr, d[:, None], column, s, some, mask, x_row, x_column, out_row, out_column, HAS_X, NATIVE
+        )

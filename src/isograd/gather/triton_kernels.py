@@ -320,7 +320,8 @@ def scatter_finish(
     key = tl.load(keys_ptr + at, mask=mask, other=0)
     some = mask & (key > 0)
     key = tl.maximum(key - 1, 0)
-    s = terms.sum_of_words(words_ptr + at, size, key, some, WORDS)
+    w0, w1, w2, w3 = terms.load_words(words_ptr + at, size, some, WORDS)
+    s = terms.sum_of_words(w0, w1, w2, w3, key, WORDS)
     out_ptr += outer_offset(outer, outer_shape, out_outer)
     out = out_ptr + row * out_inner + i * out_axis
     if HAS_X:

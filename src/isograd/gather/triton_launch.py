@@ -234,22 +234,31 @@ def _scatter_with_atomics(
 
 # --- whole rows ------------------------------------------------------------------------------------------------------
 class SumConfiguration(NamedTuple):
-    """How `index_sum` is launched: tiles of (destinations, columns) and, for hot destinations, (sources, columns)."""
+    """How `index_sum` is launched.
 
-    rows: int
+    copy_rows, copy_warps, sum_rows, sum_warps: destinations and warps of a program of `group_copy` and `group_sum`;
+    block: their columns. hot_rows, hot_block: sources and columns of a tile of a hot chunk. spread: programs for each
+    multiprocessor that share a list.
+    """
+
+    copy_rows: int
+    copy_warps: int
+    sum_rows: int
+    sum_warps: int
     block: int
-    warps: int
     hot_rows: int
     hot_block: int
+    spread: int = 4
 
 
 def sum_configuration(num: int, width: int, itemsize: int) -> SumConfiguration:
     """The tiles for rows of `width` elements."""
-    columns = power_of_two(width)
-    work = max(itemsize, 4)
+    columns, work = power_of_two(width), max(itemsize, 4)
     block = min(columns, 4096 // work)
     hot_block = min(columns, 1024 // work)
-    return SumConfiguration(min(power_of_two(num), 8192 // work // block), block, 4, 8192 // work // hot_block, hot_block)
+    copy_rows = min(power_of_two(num), max(8192 // work // block, 1))
+    sum_rows = max(4096 // work // block, 1)
+    return SumConfiguration(copy_rows, 4, sum_rows, 4, block, 8192 // work // hot_block, hot_block)
 
 
 def _matrix(t: torch.Tensor, count: int) -> torch.Tensor:
@@ -300,6 +309,7 @@ class _Sum(NamedTuple):
     negative: bool
     code: int
     has_x: bool
+    in_place: bool
     words: int
     native: bool
     multiprocessors: int
@@ -316,10 +326,9 @@ class _Sum(NamedTuple):
         return (self.words + 1) * self.width + -(-self.width // self.config.hot_block)
 
     @property
-    def hot_programs(self) -> int:
-        """Programs that share the chunks of hot destinations."""
-        parts = -(-self.width // self.config.hot_block)
-        return min(4 * self.multiprocessors, self.most_chunks * parts) if self.hots else 0
+    def programs(self) -> int:
+        """Programs that share a list."""
+        return self.config.spread * self.multiprocessors
 
     @property
     def most_chunks(self) -> int:
@@ -341,7 +350,7 @@ def _count(p: _Sum) -> Specification:
 
 
 def _allocate(p: _Sum) -> Specification:
-    return Specification((p.num, 4 * _BLOCK, p.hots), max(-(-p.num // (4 * _BLOCK)), 1))
+    return Specification((p.num, p.count, 4 * _BLOCK, p.hots), max(-(-p.num // (4 * _BLOCK)), 1))
 
 
 def _place(p: _Sum) -> Specification:
@@ -350,19 +359,21 @@ def _place(p: _Sum) -> Specification:
     return Specification((p.num, p.count, *p.index_arguments, p.hot_size, programs, *fixed), programs)
 
 
-def _cold(p: _Sum) -> Specification:
+def _copy(p: _Sum) -> Specification:
     config = p.config
-    programs = -(-p.num // config.rows) * -(-p.width // config.block)
-    sizes = (p.num, p.count, p.width, programs, p.hot_programs, p.hot_size)
-    tiles = (config.rows, config.block, config.hot_rows, config.hot_block)
+    programs = max(-(-p.num // config.copy_rows) * -(-p.width // config.block), 1)
+    sizes = (p.num, p.count, p.width, programs, p.programs, p.hot_size)
+    tiles = (config.copy_rows, config.block, config.hot_rows, config.hot_block)
+    tail = (*sizes, *p.strides, *tiles, p.words, p.hots, p.has_x, p.in_place, p.native)
+    return Specification(tail, programs + (p.programs if p.hots else 0), config.copy_warps)
+
+
+def _sum(p: _Sum) -> Specification:
+    config = p.config
+    sizes = (p.num, p.count, p.width, p.programs, p.hot_size)
+    tiles = (config.sum_rows, config.block, config.hot_rows, config.hot_block)
     tail = (*sizes, *p.strides, *tiles, p.words, p.hots, p.has_x, p.native)
-    return Specification(tail, max(programs + p.hot_programs, 1), config.warps)
-
-
-def _hot(p: _Sum) -> Specification:
-    sizes = (p.num, p.count, p.width, p.hot_programs, p.hot_size)
-    tail = (*sizes, *p.strides, p.config.hot_rows, p.config.hot_block, p.words, p.has_x, p.native)
-    return Specification(tail, p.hot_programs)
+    return Specification(tail, p.programs, config.sum_warps)
 
 
 def index_sum(
@@ -402,13 +413,14 @@ def index_sum(
         negative,
         faults.code(operation, argument, negative),
         x is not None,
+        x is not None and base.data_ptr() == result.data_ptr(),
         words,
         architecture(out) >= 90,
         processors(out),
         config or sum_configuration(num, width, out.element_size()),
     )
     counters = triton_groups.COUNTERS.value
-    size = counters + 5 * num + 2 * count + problem.most_chunks
+    size = counters + 5 * num + 2 * count + problem.most_chunks + 3 * (count // 2 + 1)
     kind = torch.int32 if size < 1 << 31 else torch.int64
     scratch = torch.empty(size, dtype=kind, device=out.device)
     scratch[: counters + num].zero_()
@@ -420,9 +432,8 @@ def index_sum(
     launch(triton_groups.group_allocate, (scratch,), _allocate, problem)
     launch(triton_groups.group_place, (indices, scratch, hot), _place, problem)
     operands = (source, base, result, scratch, hot)
-    launch(triton_groups.group_sum, operands, _cold, problem)
-    if problem.hots:
-        launch(triton_groups.group_hot, operands, _hot, problem)
+    launch(triton_groups.group_copy, operands, _copy, problem)
+    launch(triton_groups.group_sum, operands, _sum, problem)
     if result.data_ptr() != out.data_ptr():
         out.copy_(result.reshape(out.shape))
     faults.after_launch(out.device)

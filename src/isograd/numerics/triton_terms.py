@@ -98,41 +98,56 @@ def mark_of(special):
 def accumulate(pointers, step, a, b, special, key, mask, WORDS: tl.constexpr, wide: tl.constexpr):
     """Add sums of parts into memory; the words of one sum are `step` apart. Special terms leave a mark in the first."""
     finite, step = mask & key_is_finite(key), wide_int(step)
-    if WORDS == 1 or (wide and WORDS == 2):
-        tl.atomic_add(pointers, a, mask=finite, sem="relaxed")
-        if wide:
-            tl.atomic_add(pointers + step, b, mask=finite, sem="relaxed")
-    else:
-        tl.atomic_add(pointers, a >> 32, mask=finite, sem="relaxed")
-        tl.atomic_add(pointers + step, a & _WORD, mask=finite, sem="relaxed")
-        if wide:
-            tl.atomic_add(pointers + 2 * step, b >> 32, mask=finite, sem="relaxed")
-            tl.atomic_add(pointers + 3 * step, b & _WORD, mask=finite, sem="relaxed")
+    w0, w1, w2, w3 = split_words(a, b, WORDS, wide)
+    tl.atomic_add(pointers, w0, mask=finite, sem="relaxed")
+    if WORDS > 1:
+        tl.atomic_add(pointers + step, w1, mask=finite, sem="relaxed")
+    if WORDS > 2:
+        tl.atomic_add(pointers + 2 * step, w2, mask=finite, sem="relaxed")
+        tl.atomic_add(pointers + 3 * step, w3, mask=finite, sem="relaxed")
     mark = mark_of(special)
     tl.atomic_or(pointers, mark, mask=mask & (mark != 0), sem="relaxed")
 
 
 @triton.jit
-def sum_of_words(pointers, step, key, mask, WORDS: tl.constexpr):
-    """The sums whose words are complete."""
-    wide: tl.constexpr = key.dtype == tl.int64
-    exponent, _, _, _ = sums.term_scale(key)
+def split_words(a, b, WORDS: tl.constexpr, wide: tl.constexpr):
+    """The four words of sums of parts, of which WORDS count."""
+    if WORDS == 1 or (wide and WORDS == 2):
+        return a, b, a, b
+    else:
+        return a >> 32, a & _WORD, b >> 32, b & _WORD
+
+
+@triton.jit
+def load_words(pointers, step, mask, WORDS: tl.constexpr):
+    """Four words of sums in memory, of which WORDS count."""
     step = wide_int(step)
     w0 = tl.load(pointers, mask=mask, other=0)
+    w1, w2, w3 = w0, w0, w0
+    if WORDS > 1:
+        w1 = tl.load(pointers + step, mask=mask, other=0)
+    if WORDS > 2:
+        w2 = tl.load(pointers + 2 * step, mask=mask, other=0)
+        w3 = tl.load(pointers + 3 * step, mask=mask, other=0)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def sum_of_words(w0, w1, w2, w3, key, WORDS: tl.constexpr):
+    """The sums whose words are complete; the first word of one that is not finite is its mark."""
+    wide: tl.constexpr = key.dtype == tl.int64
+    exponent, _, _, _ = sums.term_scale(key)
     if WORDS == 1:
         hi, lo = w0 >> 63, w0
+    elif WORDS == 2 and wide:
+        hi, lo = parts_to_wide(w0, w1, tl.float64)
     else:
-        w1 = tl.load(pointers + step, mask=mask, other=0)
-        if WORDS == 2 and wide:
-            hi, lo = parts_to_wide(w0, w1, tl.float64)
-        else:
-            hi, lo = sums.fold_wide(w0, w1)
-            if wide:
-                w2 = tl.load(pointers + 2 * step, mask=mask, other=0)
-                w3 = tl.load(pointers + 3 * step, mask=mask, other=0)
-                # (hi, lo) * 2**44: the sum of the high parts is below 2**84 for fewer than 2**39 terms
-                hi, lo = (hi << 44) | ((lo >> 20) & 0xFFFFFFFFFFF), lo << 44
-                hi2, lo2 = sums.fold_wide(w2, w3)
-                hi, lo = sums.add_words(hi, lo, hi2, lo2)
-    special = tl.where(w0 == _POSITIVE, float("inf"), tl.where(w0 == _NEGATIVE, float("-inf"), float("nan")))
+        hi, lo = sums.fold_wide(w0, w1)
+        if wide:
+            # The first part times 2**44: it stays below 2**84 for fewer than 2**39 terms.
+            hi, lo = (hi << 44) | ((lo >> 20) & 0xFFFFFFFFFFF), lo << 44
+            hi2, lo2 = sums.fold_wide(w2, w3)
+            hi, lo = sums.add_words(hi, lo, hi2, lo2)
+    infinity = tl.where(w0 == _POSITIVE, float("inf"), float("-inf"))
+    special = tl.where((w0 == _POSITIVE) | (w0 == _NEGATIVE), infinity, float("nan"))
     return _scaled(hi, lo, exponent, special.to(tl.float64 if wide else tl.float32), key)
