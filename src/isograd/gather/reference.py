@@ -46,6 +46,8 @@ def scatter_sum(shape: tuple[int, ...], indices: Array, values: Array, axis: int
     lines = np.moveaxis(out, axis, -1)
     places = np.moveaxis(normalized(indices, shape[axis]), axis, -1)
     terms = np.moveaxis(values, axis, -1)
+    if not terms.size:
+        return out
     for line in np.ndindex(lines.shape[:-1]):
         p = ref.widen(np.ascontiguousarray(terms[line]))
         order = np.argsort(places[line], kind="stable")

@@ -1,6 +1,7 @@
 """How the gather family's Triton kernels are configured and launched, on torch tensors of one device.
 
 The rules pick variants from shape, dtype and architecture; nothing is timed at run time, and no choice changes a bit.
+Types of 16 bits take the portable conversions, since NVIDIA's packed ones want two elements a thread.
 Scratch memory comes from torch's allocator.
 """
 
@@ -90,7 +91,8 @@ def scatter_configuration(
     k = power_of_two(k)
     if k > (_UNIQUE if unique else _COMPARED):
         return None
-    pairs = 2048 // k if unique else 2048 // (k * k)
+    most = 1024 if itemsize == 8 else 2048
+    pairs = most // k if unique else most // (k * k)
     count = min(power_of_two(inner), max(pairs, 1), 32)
     warps = 4 if count * k * (1 if unique else k) >= 128 or count * n >= 1024 else 1
     # Few programs would fill a long row slowly. AMD's barrier does not order stores to memory.
@@ -176,7 +178,7 @@ def scatter_sum(
     shape, k, arch = tuple(out.shape), indices.shape[axis], architecture(out)
     strides = (indices.stride(), values.stride(), base.stride(), out.stride())
     code, flag = faults.code(operation, "indices", negative), faults.flag(out.device)
-    native, has_x = arch >= 90, x is not None
+    native, has_x = arch >= 90 and out.element_size() > 2, x is not None
     if config is None and not atomics:
         config = _chosen(shape, k, axis, strides, out.element_size(), unique, arch, processors(out))
     if config is None:
@@ -415,7 +417,7 @@ def index_sum(
         x is not None,
         x is not None and base.data_ptr() == result.data_ptr(),
         words,
-        architecture(out) >= 90,
+        architecture(out) >= 90 and out.element_size() > 2,
         processors(out),
         config or sum_configuration(num, width, out.element_size()),
     )

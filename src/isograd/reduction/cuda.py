@@ -137,7 +137,8 @@ def _launch(
         contiguous = step == 1 or problem.inner_strides[0] != 1
         config = configuration(n, problem.inner, problem.outer, contiguous, processors(x))
     words = (2 if x.dtype == torch.float64 else 1) * (2 if n > _SHORT_SUM else 1)
-    p = _Problem(n, problem, mean, architecture(x) >= 90, words, config)
+    native = architecture(x) >= 90 and x.element_size() > 2  # the packed conversions want two elements a thread
+    p = _Problem(n, problem, mean, native, words, config)
     if config.chunks == 1:
         launch(triton_kernels.sum_rows, (x, out), _sum_rows, p)
         return
