@@ -82,10 +82,10 @@ def places(
 
 # x's shape, sources, axis: rows and columns of several lengths, more sources than places, several outer axes
 LINES: tuple[tuple[tuple[int, ...], int, int], ...] = (
-    ((6, 16), 8, 1),
+    ((3, 16), 8, 1),
     ((5, 7), 3, 1),
     ((3, 9), 20, 1),
-    ((9, 5), 6, 0),
+    ((9, 5), 4, 0),
     ((4,), 1, 0),
     ((1, 1), 2, 0),
     ((2, 3, 5, 4), 5, 2),

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.resources
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from isograd import parallel
-from isograd.cli.cases import SUITES, Case, Suite
+from isograd.arrays import numpy_dtype
 from isograd.cli.devices import DEVICES, Device
+from isograd.cli.suites import SUITES
+from isograd.cli.suites.common import Array, Arrays, Case, Change, Suite
 from isograd.errors import UnsupportedError
 from isograd.fenv import default_environment
-from isograd.numerics import random
 from isograd.plan import PrecisionGuarantee
 from isograd.registry import Entry
-
-Array = NDArray[Any]
 
 # What must not change a bit, and the promise of a plan that says so.
 INVARIANCES = {
@@ -32,7 +31,6 @@ INVARIANCES = {
     "layout": "batch_invariant",
     "padding": "batch_invariant",
 }
-_SINGLE_ROWS = 64  # rows of a case that are computed one by one
 # Where longdouble is binary64 the oracle is no more exact than a float64 result; the digests still cover those.
 WIDE_ORACLE = np.finfo(np.longdouble).nmant > np.finfo(np.float64).nmant
 
@@ -92,33 +90,46 @@ def published() -> Any:
     return json.loads((importlib.resources.files("isograd.cli") / "digests.json").read_text("utf-8"))
 
 
+def results_digest(results: Arrays) -> str:
+    """The digest of the result, or one over the digests of several."""
+    digests = [digest(array) for array in results]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def as_results(value: Any) -> Arrays:
+    """What an operation's reference returns, as a tuple."""
+    return value if isinstance(value, tuple) else (value,)
+
+
 class Runner:
     """Computes an operation with one certain kernel."""
 
     def __init__(self, suite: Suite, entry: Entry, device: Device) -> None:
         self._suite, self._entry, self._device = suite, entry, device
 
-    def plan(self, shape: tuple[int, ...], axis: int) -> Any:
-        """The kernel's plan for a shape; UnsupportedError if it does not serve it."""
-        descriptor = self._suite.descriptor(shape, self._entry.dtype, axis)
+    def plan(self, case: Case) -> Any:
+        """The kernel's plan for a case; UnsupportedError if it does not serve it."""
+        descriptor = self._suite.descriptor(case, self._entry.dtype)
         return self._suite.plan.select(descriptor, self._entry.device, self._entry.kernel.name)
 
-    def __call__(self, inputs: Mapping[str, Array], axis: int) -> Array:
-        """The result as a NumPy array, laid out like the last input."""
-        *_, like = inputs.values()
-        plan = self.plan(like.shape, axis)
-        out = self._device.empty(like)
-        arguments = {name: self._device.send(array) for name, array in inputs.items()}
-        plan.run(**arguments, **{plan.descriptor.output: out})
-        return self._device.receive(out)
+    def __call__(self, case: Case) -> Arrays:
+        """The results as NumPy arrays, each laid out like the last input of its shape."""
+        plan = self.plan(case)
+        outputs = {}
+        for operand in plan.descriptor.operands():
+            if operand.output:
+                alike = [a for a in case.inputs.values() if a.shape == operand.shape]
+                like = np.empty_like(alike[-1] if alike else np.empty(operand.shape), numpy_dtype(operand.dtype))
+                outputs[operand.name] = self._device.empty(like)
+        plan.run(**{name: self._device.send(array) for name, array in case.inputs.items()}, **outputs)
+        return tuple(self._device.receive(out) for out in outputs.values())
 
 
-def _same(a: Array, b: Array) -> bool:
-    return np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
-
-
-def _each(inputs: Mapping[str, Array], change: Callable[[Array], Array]) -> dict[str, Array]:
-    return {name: change(array) for name, array in inputs.items()}
+def _same(a: Arrays, b: Arrays) -> bool:
+    return len(a) == len(b) and all(
+        p.shape == q.shape and np.ascontiguousarray(p).tobytes() == np.ascontiguousarray(q).tobytes()
+        for p, q in zip(a, b, strict=True)
+    )
 
 
 def worst_error(got: Array, expected: Array, bound: Array) -> float:
@@ -132,87 +143,33 @@ def worst_error(got: Array, expected: Array, bound: Array) -> float:
         return float(np.max(np.where(np.isnan(ratio), np.inf, ratio), initial=0))
 
 
-# --- invariances: each yields pairs of arrays that must have the same bits -------------------------------------------
-def _threads(run: Runner, case: Case, base: Array) -> Iterator[tuple[Array, Array]]:
+def _held_with_threads(run: Runner, case: Case, base: Arrays) -> bool:
     before = parallel.get_num_threads()
     try:
         for threads in (1, 2):
             parallel.set_num_threads(threads)
-            yield run(case.inputs, case.axis), base
+            if not _same(run(case), base):
+                return False
     finally:
         parallel.set_num_threads(before)
+    return True
 
 
-def _batch(run: Runner, case: Case, base: Array) -> Iterator[tuple[Array, Array]]:
-    """Rows one by one, then the largest other dimension cut in two at several places."""
-    axis = case.axis % base.ndim
-    moved = _each(case.inputs, lambda a: np.moveaxis(a, axis, -1))
-    result = np.moveaxis(base, axis, -1)
-    for _, index in zip(range(_SINGLE_ROWS), np.ndindex(result.shape[:-1]), strict=False):
-        yield run({name: a[index] for name, a in moved.items()}, -1), result[index]
-    if base.ndim == 1:
-        return
-    cut = int(np.argmax(result.shape[:-1]))
-    size = result.shape[cut]
-    for first in sorted({1, size // 3, size // 2} - {0, size}):
-        for part in (slice(first), slice(first, None)):
-            index = (slice(None),) * cut + (part,)
-            yield run({name: a[index] for name, a in moved.items()}, -1), result[index]
-
-
-def _order(run: Runner, case: Case, base: Array) -> Iterator[tuple[Array, Array]]:
-    """The elements of each row shuffled and reversed, the result put back."""
-    length = base.shape[case.axis]
-    for order in (random.permutation(length, seed=length), np.arange(length)[::-1]):
-        shuffled = {name: np.take(a, order, case.axis) for name, a in case.inputs.items()}
-        yield run(shuffled, case.axis), np.take(base, order, case.axis)
-
-
-def _layout(run: Runner, case: Case, base: Array) -> Iterator[tuple[Array, Array]]:
-    """The same values with the reduced axis innermost, outermost, and in reversed memory."""
-    axis = case.axis
-
-    def innermost(a: Array) -> Array:
-        return np.moveaxis(np.ascontiguousarray(np.moveaxis(a, axis, -1)), -1, axis)
-
-    def outermost(a: Array) -> Array:
-        return np.moveaxis(np.ascontiguousarray(np.moveaxis(a, axis, 0)), 0, axis)
-
-    def backwards(a: Array) -> Array:
-        step = (slice(None, None, -1),) * a.ndim
-        return np.ascontiguousarray(a[step])[step]
-
-    for change in (innermost, outermost, backwards):
-        yield run(_each(case.inputs, change), axis), base
-
-
-def _padding(run: Runner, case: Case, base: Array, fills: Mapping[str, float]) -> Iterator[tuple[Array, Array]]:
-    shape = list(base.shape)
-    shape[case.axis] = 37
-    padded = {
-        name: np.concatenate([a, np.full(shape, fills[name], a.dtype)], axis=case.axis)
-        for name, a in case.inputs.items()
-    }
-    length = base.shape[case.axis]
-    yield np.take(run(padded, case.axis), range(length), case.axis), base
+def _held_under(changes: Iterable[Any], run: Runner, base: Arrays) -> bool:
+    return all(_same(c.seen(run(c.case)), c.expected(base)) for c in (Change(*change) for change in changes))
 
 
 def _check_invariances(
-    report: Report, suite: Suite, run: Runner, case: Case, base: Array, g: PrecisionGuarantee
+    report: Report, suite: Suite, run: Runner, case: Case, base: Arrays, g: PrecisionGuarantee
 ) -> None:
-    checks: dict[str, Callable[[], Iterator[tuple[Array, Array]]]] = {
-        "threads": lambda: _threads(run, case, base),
-        "batch": lambda: _batch(run, case, base),
-        "order": lambda: _order(run, case, base),
-        "layout": lambda: _layout(run, case, base),
-    }
-    if suite.padding:
-        checks["padding"] = lambda: _padding(run, case, base, suite.padding)
-    for name, pairs in checks.items():
+    checks: dict[str, Callable[[], bool]] = {"threads": lambda: _held_with_threads(run, case, base)}
+    for name, changes in suite.changes.items():
+        checks[name] = functools.partial(lambda make: _held_under(make(case), run, base), changes)
+    for name, check in checks.items():
         if not getattr(g, INVARIANCES[name]):
             continue
         try:
-            held = all(_same(a, b) for a, b in pairs())
+            held = check()
         except UnsupportedError:  # another shape or layout is outside what this kernel takes
             continue
         report.invariances[name] = report.invariances.get(name, True) and held
@@ -229,13 +186,14 @@ _MEANING = {
 }
 
 
-def _check_error(report: Report, suite: Suite, case: Case, got: Array, g: PrecisionGuarantee) -> None:
+def _check_error(report: Report, suite: Suite, case: Case, got: Arrays, g: PrecisionGuarantee) -> None:
     if report.dtype == "float64" and not WIDE_ORACLE:
         return
     with default_environment():
-        expected = suite.oracle(**case.inputs, axis=case.axis)
-        bound = g.error_bound(**case.inputs, axis=case.axis)
-        error = worst_error(got, expected, bound)
+        expected = as_results(suite.oracle(**case.inputs, **case.options))
+        bounds = as_results(g.error_bound(**case.inputs, **case.options))
+        errors = [worst_error(*each) for each in zip(got, expected, bounds, strict=True) if each[1] is not None]
+    error = max(errors, default=0.0)
     if report.worst is None or error > report.worst:
         report.worst, report.worst_case = error, case.name
     if error > 1:
@@ -243,8 +201,8 @@ def _check_error(report: Report, suite: Suite, case: Case, got: Array, g: Precis
         report.fail(case.name, "error bound", f"the error is {size}; promised: {g.error_bound.formula}")
 
 
-def _check_digest(report: Report, case: Case, got: Array, known: Mapping[str, str]) -> None:
-    value = digest(got)
+def _check_digest(report: Report, case: Case, got: Arrays, known: Mapping[str, str]) -> None:
+    value = results_digest(got)
     report.sha256[case.name] = value
     report.digests_checked += 1
     if known.get(case.name) == value:
@@ -254,10 +212,9 @@ def _check_digest(report: Report, case: Case, got: Array, known: Mapping[str, st
 
 
 def _check_case(report: Report, suite: Suite, run: Runner, case: Case, known: Mapping[str, str]) -> None:
-    *_, like = case.inputs.values()
-    guarantee = run.plan(like.shape, case.axis).precision_guarantee
+    guarantee = run.plan(case).precision_guarantee
     report.cases += 1
-    got = run(case.inputs, case.axis)
+    got = run(case)
     _check_error(report, suite, case, got, guarantee)
     _check_invariances(report, suite, run, case, got, guarantee)
     if guarantee.bit_stable_across_hardware:

@@ -10,13 +10,12 @@ import typer
 from rich.table import Table
 
 from isograd import registry
-from isograd.cli.cases import SUITES
 from isograd.cli.progress import output_console
+from isograd.cli.suites import SUITES
 from isograd.errors import UnsupportedError
-from isograd.plan import DTYPES, KernelSku
+from isograd.fenv import default_environment
+from isograd.plan import DTYPES, INDEX_DTYPES, Descriptor, KernelSku
 
-# A small problem that every kernel should take; what a kernel says of itself depends on the operation and the dtype.
-_SHAPE = (8, 64)
 _PROMISES = {
     "deterministic": "run",
     "batch_invariant": "batch",
@@ -85,7 +84,11 @@ def kernels(
 
 def _position(operation: str, dtype: str) -> tuple[int, str, int]:
     known = list(SUITES)
-    return (known.index(operation) if operation in known else len(known), operation, DTYPES.index(dtype))
+    return (
+        known.index(operation) if operation in known else len(known),
+        operation,
+        (*DTYPES, *INDEX_DTYPES).index(dtype),
+    )
 
 
 def reason(entry: registry.Entry) -> str | None:
@@ -93,8 +96,15 @@ def reason(entry: registry.Entry) -> str | None:
     suite = SUITES.get(entry.operation)
     if suite is None:
         return None
-    answer: str | None = entry.kernel.reject(suite.descriptor(_SHAPE, entry.dtype, -1).validated())
+    answer: str | None = entry.kernel.reject(_ordinary(entry).validated())
     return answer
+
+
+def _ordinary(entry: registry.Entry) -> Descriptor:
+    """The operation's first case."""
+    suite = SUITES[entry.operation]
+    with default_environment():
+        return suite.descriptor(next(suite.cases(entry.dtype)), entry.dtype)
 
 
 def sku(entry: registry.Entry) -> KernelSku | None:
@@ -103,7 +113,7 @@ def sku(entry: registry.Entry) -> KernelSku | None:
     if suite is None:
         return None
     try:
-        return suite.plan.select(suite.descriptor(_SHAPE, entry.dtype, -1), entry.device, entry.kernel.name).sku
+        return suite.plan.select(_ordinary(entry), entry.device, entry.kernel.name).sku
     except UnsupportedError:
         return None
 

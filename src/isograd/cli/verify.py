@@ -15,12 +15,12 @@ from rich.table import Table
 
 import isograd
 from isograd import registry
-from isograd.cli.cases import SUITES, cases
 from isograd.cli.check import INVARIANCES, WIDE_ORACLE, Report, published, verify_kernel
 from isograd.cli.devices import DEVICES
 from isograd.cli.progress import Activity, message_console, output_console
+from isograd.cli.suites import SUITES, cases
 from isograd.errors import InvalidProblemError
-from isograd.plan import DTYPES
+from isograd.plan import DTYPES, INDEX_DTYPES
 
 ISSUES = "https://github.com/isograd/isograd/issues"
 _SHOWN_FAILURES = 12
@@ -55,7 +55,7 @@ def select(device: str, operations: list[str], dtypes: list[str]) -> tuple[list[
     for name, given, accepted in (
         ("--device", [device], sorted(DEVICES)),
         ("--operation", operations, list(SUITES)),
-        ("--dtype", dtypes, list(DTYPES)),
+        ("--dtype", dtypes, [*DTYPES, *INDEX_DTYPES]),
     ):
         for value in given:
             if value not in accepted:
@@ -70,7 +70,7 @@ def select(device: str, operations: list[str], dtypes: list[str]) -> tuple[list[
         if e.operation in SUITES and (not operations or e.operation in operations) and (not dtypes or e.dtype in dtypes)
     ]
     # The order of the tables; kernels of one problem stay in the order of choice.
-    order, types = list(SUITES), list(DTYPES)
+    order, types = list(SUITES), [*DTYPES, *INDEX_DTYPES]
     return sorted(entries, key=lambda e: (order.index(e.operation), types.index(e.dtype))), unknown
 
 

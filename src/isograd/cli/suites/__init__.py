@@ -1,0 +1,16 @@
+"""What `isograd verify` computes: for every operation its plan, its definition, its oracle and a fixed set of inputs.
+
+A family has its suites in the file of its name; verify finds the kernels in the registry.
+"""
+
+from isograd.cli.suites import gather, softmax
+from isograd.cli.suites.common import Case, Suite
+from isograd.fenv import default_environment
+
+SUITES: dict[str, Suite] = {**softmax.SUITES, **gather.SUITES}
+
+
+def cases(operation: str, dtype: str) -> list[Case]:
+    """The inputs of an operation in a dtype."""
+    with default_environment():
+        return list(SUITES[operation].cases(dtype))
