@@ -217,7 +217,13 @@ def row_sums(explore: bool) -> Iterator[tuple[str, dict[str, Call]]]:
             rule = gather.sum_configuration(num, width, 4)
             changes: list[dict[str, int]] = [{"stages": 1}, {"stages": 4}]
             changes += [{"copy_rows": 4, "copy_warps": 8}, {"copy_rows": 1, "copy_warps": 2}, {"copy_rows": 1}]
-            changes += [{"spread": 4}, {"spread": 8}, {"spread": 16}, {"hot_rows": 8}, {"hot_rows": 2, "hot_block": 512}]
+            changes += [
+                {"spread": 4},
+                {"spread": 8},
+                {"spread": 16},
+                {"hot_rows": 8},
+                {"hot_rows": 2, "hot_block": 512},
+            ]
             for change in changes:
                 config = rule._replace(**change)
                 calls[str(change)] = graphed(lambda c=config, ours=ours: ours(config=c))

@@ -42,6 +42,7 @@ class Launcher:
         self._prepared: dict[int, Callable[..., None]] = {}
 
     def __call__(self, *tensors: torch.Tensor) -> None:
+        """Launch, without waiting."""
         index = tensors[0].get_device()
         if index < 0:
             tail, programs, _ = self._specification

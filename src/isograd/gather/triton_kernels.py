@@ -1,13 +1,13 @@
-# ruff: noqa: N803, RET505
-# A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
+# ruff: noqa: N803
 """take_along_axis and elementwise scatter sums in Triton: any axis, any strides; formulas in `reference.py`.
 
 A program serves ROWS neighbours on the inner axis (the remaining axis with the smallest stride) and some sources of
 each. The last strides of every signature are those of flat positions, which only a report of a bad index needs.
 
 Scatter sums have three variants. `scatter_few` and `scatter_pairs` compare all sources of a row with one another and
-write the output in one pass, the first with a row a thread, the second with a tile of pairs. The three kernels `scatter_keys`, `scatter_words` and `scatter_finish` serve any number
-of sources with integer atomics on scratch memory of the output's size; integers are exact, so their order is free.
+write the output in one pass, the first with a row a thread, the second with a tile of pairs. The three kernels
+`scatter_keys`, `scatter_words` and `scatter_finish` serve any number of sources with integer atomics on scratch memory
+of the output's size; integers are exact, so their order is free.
 """
 
 import triton

@@ -25,7 +25,7 @@ from isograd.triton_launcher import (
 )
 
 _SHORT_SUM = 1 << 17  # terms whose integer parts add up in one word each
-_FEW = 16  # sources of a row that one thread compares with one another
+_FEW = 8  # sources of a row that one thread compares with one another; half as many doubles
 _COMPARED = 64  # sources of a row that are compared as a tile of pairs
 _UNIQUE = 1024  # sources of a row that may be stored at once where they are distinct
 _Shape = tuple[int, ...]
@@ -68,7 +68,7 @@ def take_along_axis(
     operation: str = "take_along_axis",
     negative: bool = True,
 ) -> None:
-    """out[.., j, ..] = x[.., indices[.., j, ..], ..] along `axis`; NaN and a fault where an index is out of range."""
+    """Compute out[.., j, ..] = x[.., indices[.., j, ..], ..]; NaN and a fault where an index is out of range."""
     if out.numel() == 0:
         return
     device = out.device
@@ -95,7 +95,7 @@ class ScatterConfiguration(NamedTuple):
 
 
 def scatter_configuration(
-    k: int, n: int, inner: int, count: int, itemsize: int, unique: bool, arch: int, multiprocessors: int
+    k: int, n: int, inner: int, count: int, itemsize: int, unique: bool, has_x: bool, arch: int, multiprocessors: int
 ) -> ScatterConfiguration | None:
     """The variant for rows of n elements with k sources each, None where atomics serve them.
 
@@ -104,7 +104,7 @@ def scatter_configuration(
     k = power_of_two(k)
     if k > (_UNIQUE if unique else _COMPARED):
         return None
-    if k <= _FEW:
+    if k <= (_FEW // 2 if itemsize == 8 else _FEW):
         variant, size = "few", 32
     else:
         most = 1024 if itemsize == 8 else 2048
@@ -113,7 +113,8 @@ def scatter_configuration(
     warps = 4 if variant == "pairs" else 2  # more threads than rows: they fill the output
     # Few programs would fill a long row slowly. AMD's barrier does not order stores to memory.
     fill = arch > 0 and (size * n * itemsize <= 1 << 16 or count >= 4 * size * multiprocessors)
-    return ScatterConfiguration(variant, size, min(power_of_two(n), max(4096 // size, 1)), warps, fill)
+    block = (1024 if has_x else 4096) // size  # what is copied passes through registers
+    return ScatterConfiguration(variant, size, min(power_of_two(n), max(block, 1)), warps, fill)
 
 
 class _Scatter(NamedTuple):
@@ -153,7 +154,7 @@ def _scatter(p: _Scatter) -> _ScatterKernels:
     if config is None and not p.atomics:
         count = problem.outer * problem.inner
         machine = (p.arch, p.multiprocessors)
-        config = scatter_configuration(p.k, n, problem.inner, count, itemsize, p.unique, *machine)
+        config = scatter_configuration(p.k, n, problem.inner, count, itemsize, p.unique, p.has_x, *machine)
     if config is None:
         return _scatter_with_atomics(p, problem, native)
     fills = config.fill and not p.in_place
@@ -201,7 +202,7 @@ def scatter_sum(
     config: ScatterConfiguration | None = None,
     atomics: bool = False,
 ) -> None:
-    """out = zeros or x, plus the sum of values[.., j, ..] with indices[.., j, ..] == i in out[.., i, ..].
+    """Compute out = zeros or x, plus the sum of values[.., j, ..] with indices[.., j, ..] == i in out[.., i, ..].
 
     `out` may be `x`. `unique` promises distinct indices along the axis. `config` and `atomics` override the rule.
     """
@@ -398,7 +399,7 @@ def index_sum(
     negative: bool = True,
     config: SumConfiguration | None = None,
 ) -> None:
-    """out (num, *rest) = zeros or x, plus the sum of values[s] with indices[s] == d in out[d].
+    """Compute out (num, *rest) = zeros or x, plus the sum of values[s] with indices[s] == d in out[d].
 
     indices: any shape; values: (*indices.shape, *rest). `out` may be `x`. Sources whose index equals `skipped` are left
     out. `config` overrides the rule.

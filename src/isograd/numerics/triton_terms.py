@@ -31,6 +31,7 @@ def term_key(p):
 
 @triton.jit
 def key_is_finite(key):
+    """Whether a key belongs to a finite number."""
     if key.dtype == tl.int64:
         return key < _INF_64
     else:
@@ -88,11 +89,12 @@ def sum_of_parts(a, b, exponent, special, key):
 @triton.jit
 def limb_parts(high, low, magic, COUNT: tl.constexpr):
     """The parts of sums of COUNT limbs as `sums.split_term_bits` gives them, at most 256 of binary32."""
-    high -= COUNT * ops.as_int(magic)
+    high -= COUNT * ops.as_int(magic)  # modulo the width, as all that follows
     if high.dtype == tl.int64:
-        return high, low - COUNT * ops.MAGIC_BITS_64
+        surplus: tl.constexpr = (COUNT * ops.MAGIC_BITS_64 + 2**63) % 2**64 - 2**63
+        return high, low - surplus
     else:
-        surplus: tl.constexpr = (COUNT * ops.MAGIC_BITS_32 + 2**31) % 2**32 - 2**31  # modulo 2**32
+        surplus: tl.constexpr = (COUNT * ops.MAGIC_BITS_32 + 2**31) % 2**32 - 2**31
         total = (high.to(tl.int64) << 23) + (low - surplus).to(tl.int64)
         return total, total
 

@@ -54,8 +54,8 @@ class _Problem(NamedTuple):
     @property
     def length(self) -> int:
         """Elements of a chunk, whole tiles."""
-        block = self.config.block
-        return -(-(-(-self.n // self.config.chunks)) // block) * block
+        tiles = -(-self.n // self.config.block)
+        return -(-tiles // self.config.chunks) * self.config.block
 
     @property
     def programs(self) -> int:

@@ -1,5 +1,4 @@
-# ruff: noqa: N803, RET505
-# A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
+# ruff: noqa: N803
 """The order-free sum over an axis in Triton, divided by the number of terms for a mean.
 
 `sum_rows` serves a row in one program. `sum_keys`, `sum_parts` and `sum_finish` cut long rows into chunks: the first
@@ -50,7 +49,7 @@ def sum_rows(
     NATIVE: tl.constexpr,
 ):
     """Sums of rows of at most 2**17 elements; HELD: a tile holds them."""
-    row, j, outer = place(inner, 1, ROWS, 1)
+    row, _, outer = place(inner, 1, ROWS, 1)
     x_ptr += outer_offset(outer, outer_shape, x_outer)
     column = tl.arange(0, BLOCK).to(tl.int64)[None, :]
     p = _load(x_ptr, row, column, n, inner, x_axis, x_inner, NATIVE)
@@ -149,7 +148,7 @@ def sum_parts(
     row, outer, chunk, begin, number = _chunk(inner, chunks, length, ROWS)
     inside = (number - outer * inner) < inner
     key = _row_key(keys_ptr, number, inside, chunks, count, CHUNKS)
-    exponent, scale, magic, low_scale = sums.term_scale(key[:, None])
+    _, scale, magic, low_scale = sums.term_scale(key[:, None])
     x_ptr += outer_offset(outer, outer_shape, x_outer)
     column = begin + tl.arange(0, BLOCK).to(tl.int64)[None, :]
     stop = tl.minimum(begin + length, n)
@@ -194,7 +193,7 @@ def sum_finish(
     NATIVE: tl.constexpr,
 ):
     """Add up the chunks' words."""
-    row, j, outer = place(inner, 1, ROWS, 1)
+    row, _, outer = place(inner, 1, ROWS, 1)
     number = outer * inner + tl.max(row, axis=1)
     inside = (number - outer * inner) < inner
     key = _row_key(keys_ptr, number, inside, chunks, count, CHUNKS)
