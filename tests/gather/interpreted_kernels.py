@@ -100,9 +100,9 @@ ORDERS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 )
 
 
-def lines(distinct: bool) -> Iterator[tuple[str, Any, Any, Any, int, Any]]:
+def lines(distinct: bool, dtypes: Any = NUMPY) -> Iterator[tuple[str, Any, Any, Any, int, Any]]:
     """(name, x, indices, values, axis, layout) of every case along an axis."""
-    for dtype in NUMPY:
+    for dtype in dtypes:
         for seed, (shape, k, axis) in enumerate(LINES):
             if distinct and k > shape[axis]:
                 continue
@@ -122,20 +122,20 @@ def take() -> Iterator[Case]:
         yield name, out, reference.take_along_axis(x, indices, axis)
 
 
-def _scatter(distinct: bool, atomics: bool) -> Iterator[Case]:
-    for name, x, indices, v, axis, layout in lines(distinct):
-        filled = launch.ScatterConfiguration("few", 4, 4, 4, True) if not atomics else None
-        for config in (None,) if atomics else (None, filled):
+def _scatter(distinct: bool, atomics: bool, dtypes: Any = NUMPY) -> Iterator[Case]:
+    for name, x, indices, v, axis, layout in lines(distinct, dtypes):
+        filled = launch.ScatterConfiguration("few", 4, 4, 4, True)
+        for config in (None,) if atomics else (filled, None):
+            options = {"unique": distinct, "config": config, "atomics": atomics}
             for base in (None, x):
-                options = {"unique": distinct, "config": config, "atomics": atomics}
                 expected = reference.scatter_sum(x.shape, indices, v, axis, base)
                 out = layout(to_torch(x)).fill_(7)
                 tensors = layout(to_torch(indices)), layout(to_torch(v))
                 launch.scatter_sum(*tensors, out, axis, None if base is None else to_torch(base), **options)
                 yield f"{name} {config} {base is not None}", out, expected
-            out = layout(to_torch(x))
-            launch.scatter_sum(*tensors, out, axis, out, **options)
-            yield f"{name} {config} in place", out, expected
+        out = layout(to_torch(x))
+        launch.scatter_sum(*tensors, out, axis, out, **options)
+        yield f"{name} in place", out, expected
 
 
 def scatter() -> Iterator[Case]:
@@ -150,7 +150,7 @@ def atomics() -> Iterator[Case]:
     """Integer atomics; sums that may be long have twice the words."""
     yield from _scatter(False, True)
     before, launch._SHORT_SUM = launch._SHORT_SUM, 4
-    yield from _scatter(False, True)
+    yield from _scatter(False, True, ("float32", "float64"))
     launch._SHORT_SUM = before
 
 
@@ -262,14 +262,14 @@ def reduce() -> Iterator[Case]:
             generator = np.random.default_rng(seed)
             x = values(generator, shape, dtype, special=seed % 2 == 0)
             tensor = ORDERS[seed % 3](to_torch(x))
-            for operation in ("sum", "mean"):
-                for keepdims, config in enumerate(configurations):
-                    for short in (before, 8):
-                        reduction._SHORT_SUM = short
-                        found = getattr(reduction, operation)(tensor, axis, keepdims == 1, config=config)
-                        expected = getattr(reduction_reference, operation)(x, axis, keepdims == 1)
-                        assert tuple(found.shape) == np.shape(expected)
-                        yield f"{operation} {dtype} {shape} {axis} {config} {short}", found, np.asarray(expected)
+            for config in configurations:
+                for short in (before, 8):
+                    reduction._SHORT_SUM = short
+                    operation, keepdims = ("sum", False) if short == before else ("mean", True)
+                    found = getattr(reduction, operation)(tensor, axis, keepdims, config=config)
+                    expected = np.asarray(getattr(reduction_reference, operation)(x, axis, keepdims))
+                    assert tuple(found.shape) == expected.shape
+                    yield f"{operation} {dtype} {shape} {axis} {config} {short}", found, expected
     reduction._SHORT_SUM = before
 
 
