@@ -17,6 +17,7 @@ with default_environment():
         UnsupportedError,
         WorkspaceTooSmallError,
     )
+    from isograd.faults import check, debug
     from isograd.gather.api import (
         embedding,
         embedding_backward,
@@ -237,6 +238,8 @@ __all__ = [
     "cross_entropy_backward",
     "distillation_loss",
     "distillation_loss_backward",
+    "check",
+    "debug",
     "embedding",
     "embedding_backward",
     "expert_counts",

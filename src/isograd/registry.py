@@ -33,11 +33,12 @@ _FAMILIES = (
     "isograd.softmax.plans",
     "isograd.softmax.cuda",
     "isograd.gather.plans",
+    "isograd.gather.cuda",
     "isograd.router.plans",
     "isograd.losses.cross_entropy_plans",
+    "isograd.losses.linear_plans",
     "isograd.losses.divergence_plans",
     "isograd.losses.simplex_plans",
-    "isograd.losses.linear_plans",
 )
 _entries: list[Entry] = []
 _lock = threading.Lock()
