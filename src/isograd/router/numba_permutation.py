@@ -1,8 +1,6 @@
 """Counting and sorting entries by expert, and moving the tokens' rows there and back, on the CPU."""
 
 import numpy as np
-from numba import types
-from numba.extending import overload
 
 from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import (
@@ -19,18 +17,9 @@ from isograd.numerics.numba_memory import (
 from isograd.numerics.numba_ops import is_finite, magnitude_key
 from isograd.numerics.numba_storage import narrow, widen
 from isograd.numerics.numba_sum import PARTIAL, is_finite_key, signed_rest, special_value, sum_scale
-from isograd.numerics.numba_wide import (
-    add_limbs,
-    limb_shift,
-    scale_pow2,
-    split_term,
-    term_bias,
-    to_float,
-    wide_to_float,
-)
-from isograd.router.numba_scores import sum_row
+from isograd.numerics.numba_wide import add_limbs, limb_shift, split_term, term_bias, wide_to_float
+from isograd.router.numba_scores import finish_few, sum_row
 
-_FORCE = {"forceinline": True}
 _INT64 = np.int64(0)
 
 
@@ -118,29 +107,6 @@ def _note_special(block, count, special):
         store(special, i, state if is_finite(x) else state | np.int64(1 if x > 0 else (2 if x < 0 else 3)))
 
 
-def _finish_few(high, low, terms, exponent, zero):
-    raise NotImplementedError
-
-
-@overload(_finish_few, jit_options=_FORCE)
-def _finish_few_overload(high, low, terms, exponent, zero):
-    """The sum of at most PARTIAL terms from its limbs, which carry the terms' bias."""
-    if zero == types.float32:
-
-        def narrow_sum(high, low, terms, exponent, zero):
-            a, b = signed_rest(high, terms * term_bias(zero)), signed_rest(low, terms * term_bias(zero))
-            return scale_pow2(to_float((a << limb_shift(zero)) + b, zero), exponent)
-
-        return narrow_sum
-
-    def wide_sum(high, low, terms, exponent, zero):
-        a, b = signed_rest(high, terms * term_bias(zero)), signed_rest(low, terms * term_bias(zero))
-        hi, lo = add_limbs(np.int64(0), np.uint64(0), a, b, limb_shift(zero))
-        return wide_to_float(hi, lo, exponent, zero)
-
-    return wide_sum
-
-
 @kernel
 def combine_rows(like, x_address, w_address, y_address, positions, k, width, weighted, start, stop):
     """y[t] = Σ_i w[t, i] x[positions[t k + i]], or without weights the sum of the rows."""
@@ -195,8 +161,10 @@ def combine_rows(like, x_address, w_address, y_address, positions, k, width, wei
                 for i in range(count):
                     store(s, i, wide_to_float(load(hi, i), load(lo, i), load(exponent, i), zero))
             else:
+                excess = k * bias
                 for i in range(count):
-                    store(s, i, _finish_few(load(high, i), load(low, i), k, load(exponent, i), zero))
+                    h, v = signed_rest(load(high, i), excess), signed_rest(load(low, i), excess)
+                    store(s, i, finish_few(h, v, zero, load(exponent, i)))
             if not finite:
                 for i in range(count):
                     if not is_finite_key(load(key, i)):

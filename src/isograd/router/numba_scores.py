@@ -1,6 +1,10 @@
 """A token's scores in the work type, and sums over few terms."""
 
+from typing import Any
+
 import numpy as np
+from numba import types
+from numba.extending import overload
 
 from isograd.elementwise.numba_kernels import sigmoid_value
 from isograd.numerics.numba_compile import device_function
@@ -15,7 +19,7 @@ from isograd.numerics.numba_sum import (
     special_value,
     sum_scale,
 )
-from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
+from isograd.numerics.numba_wide import add_limbs, limb_shift, scale_pow2, to_float, wide_to_float
 from isograd.softmax.numba_steps import (
     exponential_part,
     largest_quotient,
@@ -27,6 +31,8 @@ from isograd.softmax.numba_steps import (
     term_scale,
     work_nan,
 )
+
+_FORCE = {"forceinline": True}
 
 
 @device_function
@@ -94,6 +100,24 @@ def sigmoid_scores(x, n, zero):
         store(x, i, s if s == s else work_nan(zero))
 
 
+def finish_few(high: Any, low: Any, zero: Any, exponent: Any) -> Any:
+    """The sum of at most PARTIAL terms from their limbs in int64, in units of 2**exponent."""
+    raise NotImplementedError
+
+
+@overload(finish_few, jit_options=_FORCE)
+def _finish_few(high, low, zero, exponent):
+    if zero == types.float32:
+        # 2**8 terms of at most 2**45.
+        return lambda high, low, zero, exponent: scale_pow2(to_float((high << limb_shift(zero)) + low, zero), exponent)
+
+    def wide(high, low, zero, exponent):
+        hi, lo = add_limbs(np.int64(0), np.uint64(0), high, low, limb_shift(zero))
+        return wide_to_float(hi, lo, exponent, zero)
+
+    return wide
+
+
 @device_function
 def sum_row(p, n, zero):
     """The order-free sum of n terms of the work type (rule 4)."""
@@ -101,6 +125,9 @@ def sum_row(p, n, zero):
     if not is_finite_key(key):
         return special_value(block_special(p, n, np.int64(0)), zero)
     first, second, exponent = sum_scale(key)
+    if n <= PARTIAL:
+        high, low = part_terms(p, 0, n, first, second)
+        return finish_few(high, low, zero, exponent)
     hi, lo = np.int64(0), np.uint64(0)
     for start in range(0, n, PARTIAL):
         high, low = part_terms(p, start, min(start + PARTIAL, n), first, second)
