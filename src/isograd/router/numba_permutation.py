@@ -16,9 +16,9 @@ from isograd.numerics.numba_memory import (
 )
 from isograd.numerics.numba_ops import is_finite, magnitude_key
 from isograd.numerics.numba_storage import narrow, widen
-from isograd.numerics.numba_sum import PARTIAL, is_finite_key, signed_rest, special_value, sum_scale
+from isograd.numerics.numba_sum import PARTIAL, is_finite_key, signed_rest, special_value
 from isograd.numerics.numba_wide import add_limbs, limb_shift, split_term, term_bias, wide_to_float
-from isograd.router.numba_scores import finish_few, sum_row
+from isograd.router.numba_scores import finish_few, sum_row, term_factors
 
 _INT64 = np.int64(0)
 
@@ -115,7 +115,7 @@ def combine_rows(like, x_address, w_address, y_address, positions, k, width, wei
     x, y, weights = pointer(x_address, like), pointer(y_address, like), pointer(w_address, zero)
     block, s, first, second = stack_lanes(zero), stack_lanes(zero), stack_lanes(zero), stack_lanes(zero)
     key, high, low = stack_lanes(integer), stack_lanes(integer), stack_lanes(integer)
-    exponent, special = stack_lanes(_INT64), stack_lanes(_INT64)
+    exponent, special = stack_lanes(integer), stack_lanes(_INT64)
     hi, lo = stack_lanes(_INT64), stack_lanes(np.uint64(0))
     bias = term_bias(zero)
     for t in range(start, stop):
@@ -131,14 +131,16 @@ def combine_rows(like, x_address, w_address, y_address, positions, k, width, wei
                 _lane_magnitudes(block, count, key)
             finite = True
             for i in range(count):
-                a, b, c = sum_scale(load(key, i))
+                a, b, power = term_factors(load(key, i))
                 store(first, i, a)
                 store(second, i, b)
-                store(exponent, i, c)
+                store(exponent, i, power)
                 finite &= is_finite_key(load(key, i))
-                store(special, i, np.int64(0))
+            for i in range(count if k > PARTIAL else 0):
                 store(hi, i, np.int64(0))
                 store(lo, i, np.uint64(0))
+            for i in range(0 if finite else count):
+                store(special, i, np.int64(0))
             for e in range(k):
                 w = load(weights, np.int64(t * k + e)) if weighted else zero
                 _load_terms(x, positions[t * k + e] * width + j, count, w, weighted, block)
@@ -159,12 +161,10 @@ def combine_rows(like, x_address, w_address, y_address, positions, k, width, wei
                         store(low, i, integer)
             if k > PARTIAL:
                 for i in range(count):
-                    store(s, i, wide_to_float(load(hi, i), load(lo, i), load(exponent, i), zero))
+                    store(s, i, wide_to_float(load(hi, i), load(lo, i), np.int64(load(exponent, i)), zero))
             else:
-                excess = k * bias
                 for i in range(count):
-                    h, v = signed_rest(load(high, i), excess), signed_rest(load(low, i), excess)
-                    store(s, i, finish_few(h, v, zero, load(exponent, i)))
+                    store(s, i, finish_few(load(high, i), load(low, i), k, load(exponent, i)))
             if not finite:
                 for i in range(count):
                     if not is_finite_key(load(key, i)):
