@@ -17,6 +17,7 @@ with default_environment():
         UnsupportedError,
         WorkspaceTooSmallError,
     )
+    from isograd.faults import check, debug
     from isograd.parallel import get_num_threads, set_num_threads
     from isograd.plan import ErrorBound, Kernel, KernelSku, PrecisionGuarantee
     from isograd.registry import kernels, register_kernel, unregister_kernel
@@ -130,6 +131,8 @@ __all__ = [
     "WorkspaceTooSmallError",
     "expert_counts",
     "expert_permutation",
+    "check",
+    "debug",
     "get_num_threads",
     "kernels",
     "load_balancing_loss",
