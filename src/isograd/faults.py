@@ -7,6 +7,7 @@ for what it finds there; after `debug()` every call does so. The CPU raises at o
 
 from __future__ import annotations
 
+import functools
 import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,11 +30,12 @@ _flags: dict[int, torch.Tensor] = {}
 _debugging = False
 
 
+@functools.cache
 def code(operation: str, argument: str = "indices", negative: bool = True) -> int:
     """The number, from 1, by which kernels name an operation's argument; `negative` says if -size is in range."""
     source = _Source(operation, argument, negative)
     with _lock:
-        if source not in _sources:
+        if source not in _sources:  # the cache may compute twice at once
             _sources.append(source)
         return _sources.index(source) + 1
 

@@ -29,7 +29,13 @@ class Entry(NamedTuple):
 
 
 # A family registers its kernels when its plans module is imported.
-_FAMILIES = ("isograd.softmax.plans", "isograd.softmax.cuda", "isograd.router.plans")
+_FAMILIES = (
+    "isograd.softmax.plans",
+    "isograd.softmax.cuda",
+    "isograd.gather.plans",
+    "isograd.router.plans",
+    "isograd.router.cuda",
+)
 _entries: list[Entry] = []
 _lock = threading.Lock()
 _generation = 0

@@ -1,18 +1,18 @@
 """How the families' Triton kernels are launched, and how the problems they see are described.
 
-A kernel is fixed by a specification: its arguments after the tensors, its number of programs and its options. A launch
-that was seen before costs a dictionary look-up and the driver's call. Tensors on the CPU go to Triton's interpreter.
+A kernel is fixed by a specification: its arguments after the tensors, its number of programs and its options. A family
+keeps a `Launcher` for every kernel of a problem, under a key of everything that enters the specification (`kept` does
+so); then a launch costs a dictionary look-up and the driver's call. Tensors on the CPU go to Triton's interpreter.
 """
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-_PREPARED_LIMIT = 4096
-_prepared: dict[Any, Callable[..., None]] = {}
+kept = functools.lru_cache(maxsize=4096)
 
 
 class Specification(NamedTuple):
@@ -28,44 +28,49 @@ class Specification(NamedTuple):
         return {"num_warps": self.warps, "enable_fp_fusion": False}
 
 
-def _prepare(kernel: Any, tensors: Sequence[torch.Tensor], specification: Specification) -> Callable[..., None]:
-    """Compile and load; what comes back takes the stream and the tensors' addresses."""
-    tail, programs, _ = specification
-    with torch.cuda.device(tensors[0].device):
-        compiled = kernel.warmup(*tensors, *tail, grid=(programs,), **specification.options)
-        run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+class Launcher:
+    """A kernel for one problem: call it with tensors of one device, whose current stream it uses.
 
-    def launch_prepared(stream: int, *addresses: int) -> None:
-        run(programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *tail)
-
-    return launch_prepared
-
-
-def launch(
-    kernel: Any, tensors: Sequence[torch.Tensor], specify: Callable[..., Specification], *key: Hashable
-) -> None:
-    """Run a kernel over tensors of one device, on its current stream; the device need not be the current one.
-
-    `specify(*key)` is asked once for every key, kernel and device, and again where the tensors' dtypes or alignments
-    differ; nothing else may enter a specification.
+    The device need not be the current one. The tensors' dtypes are part of the problem, their alignment is not.
     """
-    index = tensors[0].get_device()
-    if index < 0:
-        specification = specify(*key)
-        kernel[(specification.programs,)](*tensors, *specification.tail, **specification.options)
-        return
-    addresses = [t.data_ptr() for t in tensors]
-    place = (id(kernel), index, *[a & 15 for a in addresses], *[t.dtype for t in tensors], key)
-    prepared = _prepared.get(place)
-    if prepared is None:
-        if len(_prepared) >= _PREPARED_LIMIT:
-            _prepared.clear()
-        prepared = _prepared[place] = _prepare(kernel, tensors, specify(*key))
-    if index == torch._C._cuda_getDevice():
-        prepared(torch._C._cuda_getCurrentRawStream(index), *addresses)
-    else:
-        with torch.cuda.device(index):
+
+    __slots__ = ("_kernel", "_prepared", "_specification")
+
+    def __init__(self, kernel: Any, specification: Specification) -> None:
+        self._kernel = kernel
+        self._specification = specification
+        self._prepared: dict[int, Callable[..., None]] = {}
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        index = tensors[0].get_device()
+        if index < 0:
+            tail, programs, _ = self._specification
+            self._kernel[(programs,)](*tensors, *tail, **self._specification.options)
+            return
+        addresses = [t.data_ptr() for t in tensors]
+        place = index
+        for address in addresses:
+            place = place << 4 | address & 15
+        prepared = self._prepared.get(place)
+        if prepared is None:
+            prepared = self._prepared[place] = self._prepare(tensors)
+        if index == torch._C._cuda_getDevice():
             prepared(torch._C._cuda_getCurrentRawStream(index), *addresses)
+        else:
+            with torch.cuda.device(index):
+                prepared(torch._C._cuda_getCurrentRawStream(index), *addresses)
+
+    def _prepare(self, tensors: Sequence[torch.Tensor]) -> Callable[..., None]:
+        """Compile and load; what comes back takes the stream and the tensors' addresses."""
+        tail, programs, _ = self._specification
+        with torch.cuda.device(tensors[0].device):
+            compiled = self._kernel.warmup(*tensors, *tail, grid=(programs,), **self._specification.options)
+            run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+
+        def launch_prepared(stream: int, *addresses: int) -> None:
+            run(programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *tail)
+
+        return launch_prepared
 
 
 @functools.cache

@@ -12,6 +12,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from isograd.triton_launcher import Launcher
+
 _POINTER = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
@@ -75,19 +77,19 @@ def resources(compiled: Any) -> dict[str, int]:
     return {"registers": int(registers[1]), "stack": int(stack[1]), "shared": shared}
 
 
-def kernels_of(module: Any, target: str, call: Callable[[], None]) -> dict[str, Any]:
+def kernels_of(module: Any, target: str, call: Callable[[], Any]) -> dict[str, Any]:
     """What `call` launches through `module`, compiled for a target, by the kernels' names; nothing runs."""
     where = TARGETS[target]
     compiled: dict[str, Any] = {}
 
-    def launch(kernel: Any, tensors: Any, specify: Any, *key: Any) -> None:
-        compiled[kernel.__name__] = _compile(where, kernel, tensors, specify(*key))
+    def launch(self: Launcher, *tensors: Any) -> None:
+        compiled[self._kernel.__name__] = _compile(where, self._kernel, tensors, self._specification)
 
     arch = where.arch if where.backend == "cuda" else 0
     with (
-        mock.patch.object(module, "launch", launch),
-        mock.patch.object(module, "architecture", lambda tensor: arch),
-        mock.patch.object(module, "processors", lambda tensor: 132),
+        mock.patch.object(Launcher, "__call__", launch),
+        mock.patch.object(module, "architecture", return_value=arch),
+        mock.patch.object(module, "processors", return_value=132),
     ):
         call()
     return compiled

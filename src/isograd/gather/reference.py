@@ -3,10 +3,10 @@
 Formulas (rule 8 of `docs/arithmetic.md`); d stands for a destination element, S_d for the order-free sum of rule 4 over
 the sources of d alone, in the work type:
 
-    take_along_axis            v[.., j, ..] = x[.., indices[.., j, ..], ..]                  the stored bits
-    take_along_axis_backward   dx_d  = RN_store(S_d)                                         0 without sources
-    scatter_sum                out_d = RN_store(RN(x_d + S_d))                               the bits of x without sources
-    index_select               y[i.., r..] = weight[indices[i..], r..]                       the stored bits
+    take_along_axis            v[.., j, ..] = x[.., indices[.., j, ..], ..]   the stored bits
+    take_along_axis_backward   dx_d  = RN_store(S_d)                          0 without sources
+    scatter_sum                out_d = RN_store(RN(x_d + S_d))                the bits of x without sources
+    index_select               y[i.., r..] = weight[indices[i..], r..]        the stored bits
     index_sum                  as scatter_sum along axis 0, one index for a whole row of values; without x as the
                                backward; sources whose index is `skipped` are left out
 
@@ -46,9 +46,9 @@ def scatter_sum(shape: tuple[int, ...], indices: Array, values: Array, axis: int
     lines = np.moveaxis(out, axis, -1)
     places = np.moveaxis(normalized(indices, shape[axis]), axis, -1)
     terms = np.moveaxis(values, axis, -1)
-    if not terms.size:
-        return out
     for line in np.ndindex(lines.shape[:-1]):
+        if places.shape[-1] == 0:
+            continue
         p = ref.widen(np.ascontiguousarray(terms[line]))
         order = np.argsort(places[line], kind="stable")
         destinations, starts = np.unique(places[line][order], return_index=True)
@@ -98,6 +98,16 @@ def exact_sum(terms: Array) -> Any:
     head = math.fsum(scaled)
     total = _WIDE(head) + _WIDE(math.fsum([*scaled, -head]))
     return total if scaled == wide.tolist() else np.ldexp(total, 64)
+
+
+def oracle_take_along_axis(x: Array, indices: Array, axis: int = -1) -> Array:
+    """The values in the wide type."""
+    return take_along_axis(x, indices, axis).astype(_WIDE)
+
+
+def oracle_index_select(weight: Array, indices: Array) -> Array:
+    """The rows in the wide type."""
+    return index_select(weight, indices).astype(_WIDE)
 
 
 def oracle_scatter_sum(

@@ -106,8 +106,15 @@ def group_count(
     ranks = first + 3 * wide_int(num)
     s = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     at, use, bad, index = _destinations(indices_ptr, s, count, num, stride, skipped, SKIPS, NEGATIVE)
-    one = tl.full((BLOCK,), 1, counts.dtype.element_ty)
-    rank = tl.atomic_add(counts + at, one, mask=use, sem="relaxed")
+    # Sources of a program that share a destination are counted with one atomic: hot destinations would queue up.
+    other = tl.arange(0, BLOCK)
+    same = (at[:, None] == at[None, :]) & use[:, None] & use[None, :]
+    kind: tl.constexpr = counts.dtype.element_ty
+    rank = tl.sum((same & (other[:, None] < other[None, :])).to(kind), axis=0)
+    leads = use & (rank == 0)
+    base = tl.atomic_add(counts + at, tl.sum(same.to(kind), axis=0), mask=leads, sem="relaxed")
+    base = tl.where(leads, base, 0)
+    rank += tl.sum(tl.where(same, base[:, None], 0), axis=0)
     tl.store(ranks + s, rank, mask=use)
     tl.store(first + at, s.to(first.dtype.element_ty), mask=use & (rank == 0))
     report(flag_ptr, code, bad, s, index, num)
@@ -220,6 +227,22 @@ def _chunk(scratch_ptr, task, num, count, parts, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _entry(scratch_ptr, block, several, num, count, ROWS: tl.constexpr):
+    """(destinations, where their sources stand, how many, the first two) of a block of the list; none past its end."""
+    order = scratch_ptr + COUNTERS + 5 * wide_int(num) + wide_int(count)
+    step = wide_int(count) // 2 + 1
+    line = block * ROWS + tl.arange(0, ROWS)
+    inside = line < several
+    entry = _several(scratch_ptr, num, count) + line
+    d = tl.load(entry, mask=inside, other=0).to(tl.int64)
+    start = order + tl.load(entry + step, mask=inside, other=0)
+    c = tl.load(entry + 2 * step, mask=inside, other=0)
+    source = tl.load(start, mask=inside, other=0)
+    second = tl.load(start + 1, mask=inside, other=0)
+    return d, start, c, source, second
+
+
+@triton.jit
 def _keys(base, width, WORDS: tl.constexpr, dtype: tl.constexpr):
     """Where a hot destination's keys stand."""
     keys = base + wide_int(width) * WORDS
@@ -239,7 +262,6 @@ def group_copy(
     num,
     count,
     width,
-    programs,
     hot_programs,
     hot_size,
     values_row,
@@ -252,17 +274,19 @@ def group_copy(
     BLOCK: tl.constexpr,
     HOT_ROWS: tl.constexpr,
     HOT_BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
     WORDS: tl.constexpr,
     HOTS: tl.constexpr,
     HAS_X: tl.constexpr,
     IN_PLACE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Destinations with at most one source; the programs that come last find the keys of hot chunks."""
+    """Destinations with at most one source; the first `hot_programs` find the keys of hot chunks."""
     pid = tl.program_id(0).to(tl.int64)
     counts = scratch_ptr + COUNTERS
     work: tl.constexpr = tl.float64 if values_ptr.dtype.element_ty == tl.float64 else tl.float32
-    if pid < programs:
+    if pid >= hot_programs:
+        pid -= hot_programs
         parts = tl.cdiv(width, BLOCK)
         block = pid // parts
         column = ((pid - block * parts) * BLOCK + tl.arange(0, BLOCK))[None, :]
@@ -273,22 +297,33 @@ def group_copy(
         s += 0.0  # the sum of one term: minus zero becomes zero
         mask = ((c == 1) if IN_PLACE else (c <= 1))[:, None] & (column < width)
         some = (c == 1)[:, None]
-        _store(
-            out_ptr, x_ptr, d[:, None], column, s, some, mask, x_row, x_column, out_row, out_column, HAS_X, NATIVE
-        )
+        _store(out_ptr, x_ptr, d[:, None], column, s, some, mask, x_row, x_column, out_row, out_column, HAS_X, NATIVE)
     elif HOTS:
         parts = tl.cdiv(width, HOT_BLOCK)
         tasks = tl.load(scratch_ptr + 1).to(tl.int64) * parts
-        for task in range(pid - programs, tasks, wide_int(hot_programs)):
+        for task in range(pid, tasks, wide_int(hot_programs)):
             start, length, slot, _, _, column = _chunk(scratch_ptr, task, num, count, parts, HOT_BLOCK)
             best = tl.zeros((HOT_ROWS, HOT_BLOCK), tl.int64 if work == tl.float64 else tl.int32)
-            for i in range(0, CHUNK, HOT_ROWS):
+            for i in tl.range(0, CHUNK, HOT_ROWS, num_stages=STAGES):
                 j = i + tl.arange(0, HOT_ROWS)
                 source = tl.load(start + j, mask=j < length, other=0)
                 p = _terms(values_ptr, source, column, j < length, width, values_row, values_column, NATIVE)
                 best = tl.maximum(best, terms.term_key(p))
             keys = _keys(hot_ptr + slot * hot_size, width, WORDS, work) + column
             tl.atomic_max(keys, tl.max(best, axis=0)[None, :], mask=column < width, sem="relaxed")
+
+
+@triton.jit
+def _hot_special(values_ptr, start, length, column, width, row, column_stride, HOT_ROWS, HOT_BLOCK, NATIVE):
+    """The sum of a chunk's terms that are not finite."""
+    work: tl.constexpr = tl.float64 if values_ptr.dtype.element_ty == tl.float64 else tl.float32
+    special = tl.zeros((HOT_ROWS, HOT_BLOCK), work)
+    for i in range(0, CHUNK, HOT_ROWS):
+        j = i + tl.arange(0, HOT_ROWS)
+        source = tl.load(start + j, mask=j < length, other=0)
+        p = _terms(values_ptr, source, column, j < length, width, row, column_stride, NATIVE)
+        special += terms.special_terms(p)
+    return tl.sum(special, axis=0)[None, :]
 
 
 @triton.jit
@@ -313,6 +348,7 @@ def group_sum(
     BLOCK: tl.constexpr,
     HOT_ROWS: tl.constexpr,
     HOT_BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
     WORDS: tl.constexpr,
     HOTS: tl.constexpr,
     HAS_X: tl.constexpr,
@@ -330,19 +366,23 @@ def group_sum(
             words = hot_ptr + slot * hot_size
             key = tl.load(_keys(words, width, WORDS, work) + column, mask=mask, other=0)
             _, scale, magic, low_scale = sums.term_scale(key)
-            a = tl.zeros((HOT_ROWS, HOT_BLOCK), tl.int64)
-            b = tl.zeros((HOT_ROWS, HOT_BLOCK), tl.int64)
-            special = tl.zeros((HOT_ROWS, HOT_BLOCK), work)
-            for i in range(0, CHUNK, HOT_ROWS):
+            integer: tl.constexpr = tl.int64 if work == tl.float64 else tl.int32
+            high = tl.zeros((HOT_ROWS, HOT_BLOCK), integer)
+            low = tl.zeros((HOT_ROWS, HOT_BLOCK), integer)
+            for i in tl.range(0, CHUNK, HOT_ROWS, num_stages=STAGES):
                 j = i + tl.arange(0, HOT_ROWS)
                 source = tl.load(start + j, mask=j < length, other=0)
                 p = _terms(values_ptr, source, column, j < length, width, values_row, values_column, NATIVE)
-                more_a, more_b = terms.term_parts(p, scale, magic, low_scale)
-                a += more_a
-                b += more_b
-                special += terms.special_terms(p)
+                more_high, more_low = sums.split_term_bits(p, scale, magic, low_scale)
+                high += more_high
+                low += more_low
+            a, b = terms.limb_parts(high, low, magic, CHUNK // HOT_ROWS)
             a, b = tl.sum(a, axis=0)[None, :], tl.sum(b, axis=0)[None, :]
-            special = tl.sum(special, axis=0)[None, :]
+            special = tl.zeros((1, HOT_BLOCK), work)
+            if tl.max((~terms.key_is_finite(key)).to(tl.int32)) > 0:
+                special = _hot_special(
+                    values_ptr, start, length, column, width, values_row, values_column, HOT_ROWS, HOT_BLOCK, NATIVE
+                )
             terms.accumulate(words + column, width, a, b, special, key, mask, WORDS, work == tl.float64)
             # The barrier puts the program's additions before its arrival, which releases them; whoever arrives last
             # has acquired everyone's.
@@ -354,46 +394,42 @@ def group_sum(
                 s = terms.sum_of_words(w0, w1, w2, w3, key, WORDS)
                 some = tl.full((1, 1), 1, tl.int1)
                 _store(out_ptr, x_ptr, d, column, s, some, mask, x_row, x_column, out_row, out_column, HAS_X, NATIVE)
-    order = scratch_ptr + COUNTERS + 5 * wide_int(num) + wide_int(count)
     several = tl.load(scratch_ptr + 3)
-    step = wide_int(count) // 2 + 1
     parts = tl.cdiv(width, BLOCK)
     tasks = tl.cdiv(several, ROWS).to(tl.int64) * parts
+    d, start, c, source, second = _entry(scratch_ptr, pid // parts, several, num, count, ROWS)
     for task in range(pid, tasks, wide_int(programs)):
-        block = task // parts
-        column = ((task - block * parts) * BLOCK + tl.arange(0, BLOCK))[None, :]
-        line = block * ROWS + tl.arange(0, ROWS)
-        inside = line < several
-        entry = _several(scratch_ptr, num, count) + line
-        d = tl.load(entry, mask=inside, other=0).to(tl.int64)
-        start = order + tl.load(entry + step, mask=inside, other=0)
-        c = tl.load(entry + 2 * step, mask=inside, other=0)
-        most = tl.max(c, axis=0)
-        source = tl.load(start, mask=inside, other=0)
-        second = tl.load(start + 1, mask=inside, other=0)
+        column = ((task - task // parts * parts) * BLOCK + tl.arange(0, BLOCK))[None, :]
+        inside = c > 0
         p = _terms(values_ptr, source, column, inside, width, values_row, values_column, NATIVE)
         q = _terms(values_ptr, second, column, inside, width, values_row, values_column, NATIVE)
-        key = tl.maximum(terms.term_key(p), terms.term_key(q))
-        for i in range(2, most):
-            source = tl.load(start + i, mask=i < c, other=0)
-            more = _terms(values_ptr, source, column, i < c, width, values_row, values_column, NATIVE)
-            key = tl.maximum(key, terms.term_key(more))
-        exponent, scale, magic, low_scale = sums.term_scale(key)
-        a, b = terms.term_parts(p, scale, magic, low_scale)
-        more_a, more_b = terms.term_parts(q, scale, magic, low_scale)
-        a += more_a
-        b += more_b
-        special = terms.special_terms(p) + terms.special_terms(q)
-        for i in range(2, most):
-            source = tl.load(start + i, mask=i < c, other=0)
-            more = _terms(values_ptr, source, column, i < c, width, values_row, values_column, NATIVE)
-            more_a, more_b = terms.term_parts(more, scale, magic, low_scale)
+        # While these arrive, the program finds out what comes next.
+        following = (task + programs) // parts
+        next_d, next_start, next_c, source, second = _entry(scratch_ptr, following, several, num, count, ROWS)
+        most = tl.max(c, axis=0)
+        if most <= 2:
+            s = terms.sum_of_two(p, q)
+        else:
+            key = tl.maximum(terms.term_key(p), terms.term_key(q))
+            for i in range(2, most):
+                more_source = tl.load(start + i, mask=i < c, other=0)
+                more = _terms(values_ptr, more_source, column, i < c, width, values_row, values_column, NATIVE)
+                key = tl.maximum(key, terms.term_key(more))
+            exponent, scale, magic, low_scale = sums.term_scale(key)
+            a, b = terms.term_parts(p, scale, magic, low_scale)
+            more_a, more_b = terms.term_parts(q, scale, magic, low_scale)
             a += more_a
             b += more_b
-            special += terms.special_terms(more)
-        s = terms.sum_of_parts(a, b, exponent, special, key)
+            special = terms.special_terms(p) + terms.special_terms(q)
+            for i in range(2, most):
+                more_source = tl.load(start + i, mask=i < c, other=0)
+                more = _terms(values_ptr, more_source, column, i < c, width, values_row, values_column, NATIVE)
+                more_a, more_b = terms.term_parts(more, scale, magic, low_scale)
+                a += more_a
+                b += more_b
+                special += terms.special_terms(more)
+            s = terms.sum_of_parts(a, b, exponent, special, key)
         some = inside[:, None]
         mask = some & (column < width)
-        _store(
-            out_ptr, x_ptr, d[:, None], column, s, some, mask, x_row, x_column, out_row, out_column, HAS_X, NATIVE
-        )
+        _store(out_ptr, x_ptr, d[:, None], column, s, some, mask, x_row, x_column, out_row, out_column, HAS_X, NATIVE)
+        d, start, c = next_d, next_start, next_c

@@ -1,13 +1,14 @@
-# ruff: noqa: N803, RET505
+# ruff: noqa: N803
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """take_along_axis and elementwise scatter sums in Triton: any axis, any strides; formulas in `reference.py`.
 
 A program serves ROWS neighbours on the inner axis (the remaining axis with the smallest stride) and some sources of
 each. The last strides of every signature are those of flat positions, which only a report of a bad index needs.
 
-Scatter sums have two variants. `scatter_rows` holds all sources of a row and compares them with one another: it fills
-the output and adds in one pass. The three kernels `scatter_keys`, `scatter_words` and `scatter_finish` serve any number
-of sources with integer atomics on scratch memory of the output's size; integers are exact, so their order is free.
+Scatter sums have three variants. `scatter_few` and `scatter_pairs` compare all sources of a row with one another and
+write the output in one pass, the first with a row a thread, the second with a tile of pairs. The three kernels
+`scatter_keys`, `scatter_words` and `scatter_finish` serve any number of sources with integer atomics on scratch memory
+of the output's size; integers are exact, so their order is free.
 """
 
 import triton
@@ -16,8 +17,7 @@ import triton.language as tl
 from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
 from isograd.numerics import triton_terms as terms
-from isograd.numerics.triton_memory import as_bits, in_range, nan_bits, outer_offset, place, report
-
+from isograd.numerics.triton_memory import as_bits, in_range, nan_bits, outer_offset, place, report, wide_int
 
 
 @triton.jit
@@ -63,29 +63,57 @@ def take(
 
 
 @triton.jit
-def _group_sums(p, at, valid, K: tl.constexpr):
-    """(sums [ROWS, K] of each source's group, whether the source is the first of its group): sources compared in pairs.
+def _fill(x_ptr, out_ptr, row, n, inner, x_axis, x_inner, out_axis, out_inner, ROWS, BLOCK, HAS_X: tl.constexpr):
+    """Write zeros or x's bits to rows [ROWS, 1] of the output."""
+    for start in range(0, n, BLOCK):
+        column = (start + tl.arange(0, BLOCK)).to(tl.int64)[None, :]
+        inside = (row < inner) & (column < n)
+        target = as_bits(out_ptr) + row * out_inner + column * out_axis
+        if HAS_X:
+            tl.store(target, tl.load(as_bits(x_ptr) + row * x_inner + column * x_axis, mask=inside), mask=inside)
+        else:
+            tl.store(target, tl.zeros((ROWS, BLOCK), target.dtype.element_ty), mask=inside)
 
-    The axes of a pair are [row, other source, source].
+
+@triton.jit
+def _thread_sums(p, at, K: tl.constexpr):
+    """(sums of each source's group, whether the source is in range and the first of its group).
+
+    p and at are tuples of K tiles of the same shape: every comparison stays within a thread.
     """
-    source = tl.arange(0, K)
-    same = (at[:, :, None] == at[:, None, :]) & valid[:, :, None] & valid[:, None, :]
-    earlier = same & (source[None, :, None] < source[None, None, :])
-    leads = valid & (tl.max(earlier.to(tl.int32), axis=1) == 0)
-    repeated = tl.max(earlier.to(tl.int32)) > 0
-    s = p + 0.0  # the sum of one term: minus zero becomes zero
-    if repeated:
-        key = tl.max(tl.where(same, terms.term_key(p)[:, :, None], 0), axis=1)
-        exponent, scale, magic, low_scale = sums.term_scale(key)
-        pairs = tl.where(same, p[:, :, None], 0.0)
-        a, b = terms.term_parts(pairs, scale[:, None, :], magic[:, None, :], low_scale[:, None, :])
-        special = tl.sum(terms.special_terms(pairs), axis=1)
-        s = terms.sum_of_parts(tl.sum(a, axis=1), tl.sum(b, axis=1), exponent, special, key)
+    own, keys, a, b, special = (), (), (), (), ()
+    for i in tl.static_range(K):
+        own += (terms.term_key(p[i]),)
+    for i in tl.static_range(K):
+        key = own[i]
+        for j in tl.static_range(K):
+            if i != j:
+                key = tl.maximum(key, tl.where(at[i] == at[j], own[j], 0))
+        _, scale, magic, low_scale = sums.term_scale(key)
+        term_a, term_b = terms.term_parts(p[i], scale, magic, low_scale)
+        keys += (key,)
+        a += (term_a,)
+        b += (term_b,)
+        special += (terms.special_terms(p[i]),)
+    s, leads = (), ()
+    for i in tl.static_range(K):
+        lead = at[i] >= 0
+        for j in tl.static_range(i):
+            lead = lead & (at[i] != at[j])
+        sum_a, sum_b, sum_special = a[i], b[i], special[i]
+        for j in tl.static_range(i + 1, K):
+            same = at[i] == at[j]
+            sum_a += tl.where(same, a[j], 0)
+            sum_b += tl.where(same, b[j], 0)
+            sum_special += tl.where(same, special[j], 0.0)
+        exponent, _, _, _ = sums.term_scale(keys[i])
+        s += (terms.sum_of_parts(sum_a, sum_b, exponent, sum_special, keys[i]),)
+        leads += (lead,)
     return s, leads
 
 
 @triton.jit
-def scatter_rows(
+def scatter_few(
     indices_ptr,
     values_ptr,
     x_ptr,
@@ -117,6 +145,7 @@ def scatter_rows(
     HAS_X: tl.constexpr,
     FILL: tl.constexpr,
     UNIQUE: tl.constexpr,
+    NARROW: tl.constexpr,
     NEGATIVE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
@@ -124,31 +153,130 @@ def scatter_rows(
 
     Every element of a row is filled by one thread and the sums are stored by others after a barrier of the program.
     """
-    row, j, outer = place(inner, 1, ROWS, 1)
+    row, _, outer = place(inner, 1, ROWS, 1)
+    line = tl.reshape(row, (ROWS,))
+    indices_ptr += outer_offset(outer, outer_shape, indices_outer)
+    values_ptr += outer_offset(outer, outer_shape, values_outer)
+    x_ptr += outer_offset(outer, outer_shape, x_outer)
+    out_ptr += outer_offset(outer, outer_shape, out_outer)
+    position = outer_offset(outer, outer_shape, position_outer) + line * position_inner
+    bad = tl.zeros((ROWS,), tl.int1)
+    bad_position, bad_index = tl.zeros((ROWS,), tl.int64), tl.zeros((ROWS,), tl.int64)
+    at, p = (), ()
+    for j in tl.static_range(K):
+        mask = (line < inner) & (j < k)
+        index = tl.load(indices_ptr + line * indices_inner + j * wide_int(indices_axis), mask=mask, other=0).to(
+            tl.int64
+        )
+        term = tl.load(values_ptr + line * values_inner + j * wide_int(values_axis), mask=mask, other=0.0)
+        valid, found = in_range(index, n, NEGATIVE)
+        found = tl.where(mask & valid, found, -1 - j)  # equal to no other
+        at += (found.to(tl.int32) if NARROW else found,)
+        p += (ops.widen(term, NATIVE),)
+        new = mask & ~valid & ~bad
+        bad_position = tl.where(new, position + j * wide_int(position_axis), bad_position)
+        bad_index = tl.where(new, index, bad_index)
+        bad = bad | new
+    if FILL:
+        _fill(x_ptr, out_ptr, row, n, inner, x_axis, x_inner, out_axis, out_inner, ROWS, BLOCK, HAS_X)
+    if UNIQUE:
+        s, leads = (), ()
+        for j in tl.static_range(K):
+            s += (p[j] + 0.0,)
+            leads += (at[j] >= 0,)
+    else:
+        s, leads = _thread_sums(p, at, K)
+    if FILL:
+        tl.debug_barrier()
+    for j in tl.static_range(K):
+        y = s[j]
+        place_ = at[j].to(tl.int64)
+        if HAS_X:
+            y = ops.widen(tl.load(x_ptr + line * x_inner + place_ * x_axis, mask=leads[j], other=0.0), NATIVE) + y
+        y = ops.narrow(y, out_ptr.dtype.element_ty, NATIVE)
+        tl.store(out_ptr + line * out_inner + place_ * out_axis, y, mask=leads[j])
+    report(flag_ptr, code, bad, bad_position, bad_index, n)
+
+
+@triton.jit
+def _pair_sums(p, at, valid, K: tl.constexpr):
+    """(sums [ROWS, K] of each source's group, whether the source is the first of its group): sources compared in pairs.
+
+    The axes of a pair are [row, other source, source].
+    """
+    source = tl.arange(0, K)
+    same = (at[:, :, None] == at[:, None, :]) & valid[:, :, None] & valid[:, None, :]
+    earlier = same & (source[None, :, None] < source[None, None, :])
+    leads = valid & (tl.max(earlier.to(tl.int32), axis=1) == 0)
+    s = p + 0.0  # the sum of one term: minus zero becomes zero
+    if tl.max(earlier.to(tl.int32)) > 0:
+        key = tl.max(tl.where(same, terms.term_key(p)[:, :, None], 0), axis=1)
+        exponent, scale, magic, low_scale = sums.term_scale(key)
+        a, b = terms.term_parts(p, scale, magic, low_scale)  # a group has one key
+        a = tl.sum(tl.where(same, a[:, :, None], 0), axis=1)
+        b = tl.sum(tl.where(same, b[:, :, None], 0), axis=1)
+        special = tl.sum(tl.where(same, terms.special_terms(p)[:, :, None], 0.0), axis=1)
+        s = terms.sum_of_parts(a, b, exponent, special, key)
+    return s, leads
+
+
+@triton.jit
+def scatter_pairs(
+    indices_ptr,
+    values_ptr,
+    x_ptr,
+    out_ptr,
+    flag_ptr,
+    n,
+    k,
+    inner,
+    code,
+    indices_axis,
+    indices_inner,
+    values_axis,
+    values_inner,
+    position_axis,
+    position_inner,
+    x_axis,
+    x_inner,
+    out_axis,
+    out_inner,
+    outer_shape,
+    indices_outer,
+    values_outer,
+    position_outer,
+    x_outer,
+    out_outer,
+    ROWS: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_X: tl.constexpr,
+    FILL: tl.constexpr,
+    UNIQUE: tl.constexpr,
+    NARROW: tl.constexpr,
+    NEGATIVE: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """The same with tiles of sources [ROWS, K], for more sources."""
+    row, _, outer = place(inner, 1, ROWS, 1)
     j = tl.arange(0, K)[None, :]
     mask = (row < inner) & (j < k)
     indices_ptr += outer_offset(outer, outer_shape, indices_outer)
     values_ptr += outer_offset(outer, outer_shape, values_outer)
     x_ptr += outer_offset(outer, outer_shape, x_outer)
     out_ptr += outer_offset(outer, outer_shape, out_outer)
-    index = tl.load(indices_ptr + row * indices_inner + j * indices_axis, mask=mask, other=0).to(tl.int64)
-    p = ops.widen(tl.load(values_ptr + row * values_inner + j * values_axis, mask=mask, other=0.0), NATIVE)
+    j_wide = j.to(tl.int64)
+    index = tl.load(indices_ptr + row * indices_inner + j_wide * indices_axis, mask=mask, other=0).to(tl.int64)
+    p = ops.widen(tl.load(values_ptr + row * values_inner + j_wide * values_axis, mask=mask, other=0.0), NATIVE)
     if FILL:
-        for start in range(0, n, BLOCK):
-            column = (start + tl.arange(0, BLOCK)).to(tl.int64)[None, :]
-            inside = (row < inner) & (column < n)
-            target = as_bits(out_ptr) + row * out_inner + column * out_axis
-            if HAS_X:
-                tl.store(target, tl.load(as_bits(x_ptr) + row * x_inner + column * x_axis, mask=inside), mask=inside)
-            else:
-                tl.store(target, tl.zeros((ROWS, BLOCK), target.dtype.element_ty), mask=inside)
+        _fill(x_ptr, out_ptr, row, n, inner, x_axis, x_inner, out_axis, out_inner, ROWS, BLOCK, HAS_X)
     valid, at = in_range(index, n, NEGATIVE)
-    report_bad = mask & ~valid
+    bad = mask & ~valid
     valid = mask & valid
     if UNIQUE:
         s, leads = p + 0.0, valid
     else:
-        s, leads = _group_sums(p, at, valid, K)
+        s, leads = _pair_sums(p, at.to(tl.int32) if NARROW else at, valid, K)
     if FILL:
         tl.debug_barrier()
     if HAS_X:
@@ -156,8 +284,8 @@ def scatter_rows(
         s = ops.widen(old, NATIVE) + s
     y = ops.narrow(s, out_ptr.dtype.element_ty, NATIVE)
     tl.store(out_ptr + row * out_inner + at * out_axis, y, mask=leads)
-    position = outer_offset(outer, outer_shape, position_outer) + row * position_inner + j * position_axis
-    report(flag_ptr, code, report_bad, position, index, n)
+    position = outer_offset(outer, outer_shape, position_outer) + row * position_inner + j_wide * position_axis
+    report(flag_ptr, code, bad, position, index, n)
 
 
 # --- any number of sources -------------------------------------------------------------------------------------------
@@ -215,6 +343,7 @@ def scatter_keys(
     position_outer,
     ROWS: tl.constexpr,
     K: tl.constexpr,
+    CROWDED: tl.constexpr,
     NEGATIVE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
@@ -237,7 +366,11 @@ def scatter_keys(
         NEGATIVE,
         NATIVE,
     )
-    tl.atomic_max(keys_ptr + at, terms.term_key(p) + 1, mask=use, sem="relaxed")
+    key = terms.term_key(p) + 1
+    if CROWDED:
+        # A key that is not the largest any more is only too small: the atomic decides.
+        use = use & (tl.load(keys_ptr + at, mask=use, other=0) < key)
+    tl.atomic_max(keys_ptr + at, key, mask=use, sem="relaxed")
     position = outer_offset(outer, outer_shape, position_outer) + row * position_inner + j * position_axis
     report(flag_ptr, code, bad, position, index, n)
 

@@ -5,7 +5,6 @@ Types of 16 bits take the portable conversions, since NVIDIA's packed ones want 
 Scratch memory comes from torch's allocator.
 """
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -14,18 +13,21 @@ import torch
 from isograd import faults
 from isograd.gather import triton_groups, triton_kernels
 from isograd.triton_launcher import (
+    Launcher,
+    Rows,
     Specification,
     architecture,
     c_strides,
-    launch,
+    kept,
     power_of_two,
     processors,
     rows,
 )
 
 _SHORT_SUM = 1 << 17  # terms whose integer parts add up in one word each
-_COMPARED = 64  # sources of a row that are compared with one another
-_UNIQUE = 1024  # and that may be stored at once where they are distinct
+_FEW = 16  # sources of a row that one thread compares with one another
+_COMPARED = 64  # sources of a row that are compared as a tile of pairs
+_UNIQUE = 1024  # sources of a row that may be stored at once where they are distinct
 _Shape = tuple[int, ...]
 
 
@@ -46,12 +48,16 @@ def _tile(k: int, inner: int, along: bool) -> tuple[int, int]:
     return min(inner, 1024 // k), k
 
 
-def _take(shape: _Shape, n: int, axis: int, strides: tuple[_Shape, ...], code: int, negative: bool) -> Specification:
+@kept
+def _take(
+    shape: _Shape, n: int, axis: int, strides: tuple[_Shape, ...], types: Any, code: int, negative: bool
+) -> Launcher:
     problem = rows(shape, [*strides, c_strides(shape)], axis)
     k = shape[axis]
     per_program, block = _tile(k, problem.inner, problem.axis_strides[2] == 1)
     tail = (n, k, problem.inner, code, *problem.strides, per_program, block, negative)
-    return Specification(tail, problem.outer * -(-problem.inner // per_program) * -(-k // block))
+    programs = problem.outer * -(-problem.inner // per_program) * -(-k // block)
+    return Launcher(triton_kernels.take, Specification(tail, programs))
 
 
 def take_along_axis(
@@ -65,16 +71,23 @@ def take_along_axis(
     """out[.., j, ..] = x[.., indices[.., j, ..], ..] along `axis`; NaN and a fault where an index is out of range."""
     if out.numel() == 0:
         return
+    device = out.device
     strides = (x.stride(), indices.stride(), out.stride())
+    types = (x.dtype, indices.dtype)
     code = faults.code(operation, "indices", negative)
-    tensors = (x, indices, out, faults.flag(out.device))
-    launch(triton_kernels.take, tensors, _take, tuple(out.shape), x.shape[axis], axis, strides, code, negative)
-    faults.after_launch(out.device)
+    take = _take(out.shape, x.shape[axis], axis, strides, types, code, negative)
+    take(x, indices, out, faults.flag(device))
+    faults.after_launch(device)
 
 
 class ScatterConfiguration(NamedTuple):
-    """How `scatter_rows` is launched: rows a program, columns of one store, warps, whether it fills the output."""
+    """How scatter sums with few sources are launched.
 
+    variant: "few" (a thread compares the sources of its row) or "pairs" (a tile of pairs). rows: of a program. block:
+    columns of one store. fill: whether the kernel fills the output.
+    """
+
+    variant: str
     rows: int
     block: int
     warps: int
@@ -82,75 +95,98 @@ class ScatterConfiguration(NamedTuple):
 
 
 def scatter_configuration(
-    k: int, n: int, inner: int, programs: int, itemsize: int, unique: bool, arch: int, multiprocessors: int
+    k: int, n: int, inner: int, count: int, itemsize: int, unique: bool, arch: int, multiprocessors: int
 ) -> ScatterConfiguration | None:
     """The variant for rows of n elements with k sources each, None where atomics serve them.
 
-    inner: neighbours on the inner axis; programs: rows in all.
+    inner: neighbours on the inner axis; count: rows in all.
     """
     k = power_of_two(k)
     if k > (_UNIQUE if unique else _COMPARED):
         return None
-    most = 1024 if itemsize == 8 else 2048
-    pairs = most // k if unique else most // (k * k)
-    count = min(power_of_two(inner), max(pairs, 1), 32)
-    warps = 4 if count * k * (1 if unique else k) >= 128 or count * n >= 1024 else 1
-    # Few programs would fill a long row slowly. AMD's barrier does not order stores to memory.
-    fill = arch > 0 and (count * n * itemsize <= 1 << 16 or programs >= 4 * count * multiprocessors)
-    return ScatterConfiguration(count, min(power_of_two(n), max(4096 // count, 1)), warps, fill)
-
-
-def _scatter_problem(shape: _Shape, axis: int, k: int, strides: tuple[_Shape, ...]) -> Any:
-    sources = (*shape[:axis], k, *shape[axis + 1 :])
-    return rows(shape, [*strides[:2], c_strides(sources), *strides[2:]], axis)
-
-
-def _scatter_rows(
-    shape: _Shape,
-    k: int,
-    axis: int,
-    strides: tuple[_Shape, ...],
-    code: int,
-    negative: bool,
-    has_x: bool,
-    unique: bool,
-    native: bool,
-    config: ScatterConfiguration,
-) -> Specification:
-    problem = _scatter_problem(shape, axis, k, strides)
-    size, block, warps, fill = config
-    fixed = (size, power_of_two(k), block, has_x, fill, unique, negative, native)
-    tail = (shape[axis], k, problem.inner, code, *problem.strides, *fixed)
-    return Specification(tail, problem.outer * -(-problem.inner // size), warps)
-
-
-def _scatter_sources(
-    shape: _Shape, k: int, axis: int, strides: tuple[_Shape, ...], words: int, code: int, negative: bool, native: bool
-) -> Specification:
-    """`scatter_keys` (words 0) or `scatter_words`."""
-    problem = _scatter_problem(shape, axis, k, strides)
-    per_program, block = _tile(k, problem.inner, problem.axis_strides[0] == 1)
-    axis_inner = [v for pair in zip(problem.axis_strides, problem.inner_strides, strict=True) for v in pair]
-    if words:
-        used, extra = 2, (math.prod(shape),)
+    if k <= _FEW:
+        variant, size = "few", 32
     else:
-        used, extra = 3, (code,)
-    last = (per_program, block, words, negative, native) if words else (per_program, block, negative, native)
-    strides_ = (*axis_inner[: 2 * used], problem.outer_shape, *problem.outer_strides[:used])
-    tail = (shape[axis], k, problem.inner, *extra, *strides_, *last)
-    return Specification(tail, problem.outer * -(-problem.inner // per_program) * -(-k // block))
+        most = 1024 if itemsize == 8 else 2048
+        variant, size = "pairs", max(most // k if unique else most // (k * k), 1)
+    size = min(power_of_two(inner), size)
+    warps = 4 if variant == "pairs" else 2  # more threads than rows: they fill the output
+    # Few programs would fill a long row slowly. AMD's barrier does not order stores to memory.
+    fill = arch > 0 and (size * n * itemsize <= 1 << 16 or count >= 4 * size * multiprocessors)
+    return ScatterConfiguration(variant, size, min(power_of_two(n), max(4096 // size, 1)), warps, fill)
 
 
-def _scatter_finish(
-    shape: _Shape, k: int, axis: int, strides: tuple[_Shape, ...], words: int, has_x: bool, native: bool
-) -> Specification:
-    problem = _scatter_problem(shape, axis, k, strides)
-    n = shape[axis]
+class _Scatter(NamedTuple):
+    """Everything that fixes the kernels of a scatter sum; strides of indices, values, x and out."""
+
+    shape: _Shape
+    k: int
+    axis: int
+    strides: tuple[_Shape, ...]
+    types: Any
+    code: int
+    negative: bool
+    unique: bool
+    has_x: bool
+    in_place: bool
+    arch: int
+    multiprocessors: int
+    config: ScatterConfiguration | None
+    atomics: bool
+    short_sum: int
+
+
+class _ScatterKernels(NamedTuple):
+    """One kernel and whether it fills the output, or three and the words of a sum."""
+
+    launchers: tuple[Launcher, ...]
+    fills: bool
+    words: int
+
+
+@kept
+def _scatter(p: _Scatter) -> _ScatterKernels:
+    sources = (*p.shape[: p.axis], p.k, *p.shape[p.axis + 1 :])
+    problem = rows(p.shape, [*p.strides[:2], c_strides(sources), *p.strides[2:]], p.axis)
+    itemsize, n = p.types[0].itemsize, p.shape[p.axis]
+    native, config = p.arch >= 90 and itemsize > 2, p.config
+    if config is None and not p.atomics:
+        count = problem.outer * problem.inner
+        machine = (p.arch, p.multiprocessors)
+        config = scatter_configuration(p.k, n, problem.inner, count, itemsize, p.unique, *machine)
+    if config is None:
+        return _scatter_with_atomics(p, problem, native)
+    fills = config.fill and not p.in_place
+    kernel = triton_kernels.scatter_few if config.variant == "few" else triton_kernels.scatter_pairs
+    narrow = n < 1 << 31
+    fixed = (config.rows, power_of_two(p.k), config.block, p.has_x, fills, p.unique, narrow, p.negative, native)
+    tail = (n, p.k, problem.inner, p.code, *problem.strides, *fixed)
+    programs = problem.outer * -(-problem.inner // config.rows)
+    return _ScatterKernels((Launcher(kernel, Specification(tail, programs, config.warps)),), fills, 0)
+
+
+def _scatter_with_atomics(p: _Scatter, problem: Rows, native: bool) -> _ScatterKernels:
+    n, k = p.shape[p.axis], p.k
+    _, words = _work(p.types[0])
+    words *= 2 if k > p.short_sum else 1
+    steps = [v for pair in zip(problem.axis_strides, problem.inner_strides, strict=True) for v in pair]
+    outer = problem.outer_strides
+    per_program, block = _tile(k, problem.inner, problem.axis_strides[0] == 1)
+    programs = problem.outer * -(-problem.inner // per_program) * -(-k // block)
+    fixed = (p.negative, native)
+    crowded = k > 4 * n  # a look at the key before the atomic saves most of them
+    keys = (n, k, problem.inner, p.code, *steps[:6], problem.outer_shape, *outer[:3], per_program, block, crowded)
+    sizes = (n, k, problem.inner, math.prod(p.shape))
+    add = (*sizes, *steps[:4], problem.outer_shape, *outer[:2], per_program, block, words)
+    launchers = [
+        Launcher(triton_kernels.scatter_keys, Specification((*keys, *fixed), programs)),
+        Launcher(triton_kernels.scatter_words, Specification((*add, *fixed), programs)),
+    ]
     per_program, block = _tile(n, problem.inner, problem.axis_strides[4] == 1)
-    axis_inner = [v for pair in zip(problem.axis_strides, problem.inner_strides, strict=True) for v in pair]
-    strides_ = (*axis_inner[6:], problem.outer_shape, *problem.outer_strides[3:])
-    tail = (n, problem.inner, math.prod(shape), *strides_, per_program, block, words, has_x, native)
-    return Specification(tail, problem.outer * -(-problem.inner // per_program) * -(-n // block))
+    programs = problem.outer * -(-problem.inner // per_program) * -(-n // block)
+    tail = (n, problem.inner, math.prod(p.shape), *steps[6:], problem.outer_shape, *outer[3:], per_program, block)
+    finish = Specification((*tail, words, p.has_x, native), max(programs, 1))
+    return _ScatterKernels((*launchers, Launcher(triton_kernels.scatter_finish, finish)), True, words)
 
 
 def scatter_sum(
@@ -165,73 +201,53 @@ def scatter_sum(
     config: ScatterConfiguration | None = None,
     atomics: bool = False,
 ) -> None:
-    """out = zeros or x, plus the sum of values[.., j, ..] with indices[.., j, ..] == i in out[.., i, ..].
+    """Out = zeros or x, plus the sum of values[.., j, ..] with indices[.., j, ..] == i in out[.., i, ..].
 
     `out` may be `x`. `unique` promises distinct indices along the axis. `config` and `atomics` override the rule.
     """
-    if out.numel() == 0 and indices.numel() == 0:
-        return
-    base = out if x is None else x
     if indices.numel() == 0:
-        out.zero_() if x is None else out.copy_(x)
+        _fill(out, x)
         return
-    shape, k, arch = tuple(out.shape), indices.shape[axis], architecture(out)
+    base, device = out if x is None else x, out.device
+    in_place = x is not None and x.data_ptr() == out.data_ptr()
     strides = (indices.stride(), values.stride(), base.stride(), out.stride())
-    code, flag = faults.code(operation, "indices", negative), faults.flag(out.device)
-    native, has_x = arch >= 90 and out.element_size() > 2, x is not None
-    if config is None and not atomics:
-        config = _chosen(shape, k, axis, strides, out.element_size(), unique, arch, processors(out))
-    if config is None:
-        _scatter_with_atomics(indices, values, base, out, axis, strides, (has_x, native, code, negative), flag)
+    problem = _Scatter(
+        out.shape,
+        indices.shape[axis],
+        axis,
+        strides,
+        (out.dtype, indices.dtype),
+        faults.code(operation, "indices", negative),
+        negative,
+        unique,
+        x is not None,
+        in_place,
+        architecture(out),
+        processors(out),
+        config,
+        atomics,
+        _SHORT_SUM,
+    )
+    launchers, fills, words = _scatter(problem)
+    if not fills and not in_place:
+        _fill(out, x)
+    if not words:
+        launchers[0](indices, values, base, out, faults.flag(device))
     else:
-        in_place = has_x and base.data_ptr() == out.data_ptr()
-        if not config.fill and not in_place:
-            out.zero_() if x is None else out.copy_(x)
-        config = config._replace(fill=config.fill and not in_place)
-        tensors = (indices, values, base, out, flag)
-        key = (shape, k, axis, strides, code, negative, has_x, unique, native, config)
-        launch(triton_kernels.scatter_rows, tensors, _scatter_rows, *key)
-    faults.after_launch(out.device)
+        keys = torch.zeros(out.numel(), dtype=_work(out.dtype)[0], device=device)
+        parts = torch.zeros(words * out.numel(), dtype=torch.int64, device=device)
+        find, add, finish = launchers
+        find(indices, values, keys, faults.flag(device))
+        add(indices, values, keys, parts)
+        finish(keys, parts, base, out)
+    faults.after_launch(device)
 
 
-@functools.lru_cache(maxsize=4096)
-def _chosen(
-    shape: _Shape,
-    k: int,
-    axis: int,
-    strides: tuple[_Shape, ...],
-    itemsize: int,
-    unique: bool,
-    arch: int,
-    multiprocessors: int,
-) -> ScatterConfiguration | None:
-    problem = _scatter_problem(shape, axis, k, strides)
-    programs = problem.outer * problem.inner
-    return scatter_configuration(k, shape[axis], problem.inner, programs, itemsize, unique, arch, multiprocessors)
-
-
-def _scatter_with_atomics(
-    indices: torch.Tensor,
-    values: torch.Tensor,
-    base: torch.Tensor,
-    out: torch.Tensor,
-    axis: int,
-    strides: tuple[_Shape, ...],
-    fixed: tuple[bool, bool, int, bool],
-    flag: torch.Tensor,
-) -> None:
-    has_x, native, code, negative = fixed
-    shape, k = tuple(out.shape), indices.shape[axis]
-    key_type, words = _work(out.dtype)
-    words *= 2 if k > _SHORT_SUM else 1
-    keys = torch.zeros(out.numel(), dtype=key_type, device=out.device)
-    parts = torch.zeros(words * out.numel(), dtype=torch.int64, device=out.device)
-    problem = (shape, k, axis, strides)
-    tensors = (indices, values, keys, flag)
-    launch(triton_kernels.scatter_keys, tensors, _scatter_sources, *problem, 0, code, negative, native)
-    tensors = (indices, values, keys, parts)
-    launch(triton_kernels.scatter_words, tensors, _scatter_sources, *problem, words, 0, negative, native)
-    launch(triton_kernels.scatter_finish, (keys, parts, base, out), _scatter_finish, *problem, words, has_x, native)
+def _fill(out: torch.Tensor, x: torch.Tensor | None) -> None:
+    if x is None:
+        out.zero_()
+    elif x.data_ptr() != out.data_ptr():
+        out.copy_(x)
 
 
 # --- whole rows ------------------------------------------------------------------------------------------------------
@@ -239,8 +255,8 @@ class SumConfiguration(NamedTuple):
     """How `index_sum` is launched.
 
     copy_rows, copy_warps, sum_rows, sum_warps: destinations and warps of a program of `group_copy` and `group_sum`;
-    block: their columns. hot_rows, hot_block: sources and columns of a tile of a hot chunk. spread: programs for each
-    multiprocessor that share a list.
+    block: their columns. hot_rows, hot_block, stages: sources and columns of a tile of a hot chunk, and tiles on their
+    way. spread: programs for each multiprocessor that share a list.
     """
 
     copy_rows: int
@@ -250,7 +266,8 @@ class SumConfiguration(NamedTuple):
     block: int
     hot_rows: int
     hot_block: int
-    spread: int = 4
+    spread: int = 5
+    stages: int = 3
 
 
 def sum_configuration(num: int, width: int, itemsize: int) -> SumConfiguration:
@@ -260,21 +277,24 @@ def sum_configuration(num: int, width: int, itemsize: int) -> SumConfiguration:
     hot_block = min(columns, 1024 // work)
     copy_rows = min(power_of_two(num), max(8192 // work // block, 1))
     sum_rows = max(4096 // work // block, 1)
-    return SumConfiguration(copy_rows, 4, sum_rows, 4, block, 8192 // work // hot_block, hot_block)
+    hot_rows = min(4096 // work // hot_block, triton_groups.CHUNK.value)
+    return SumConfiguration(copy_rows, 4, sum_rows, 4, block, hot_rows, hot_block)
 
 
 def _matrix(t: torch.Tensor, count: int) -> torch.Tensor:
     """A tensor as a matrix of `count` rows, copied only where strides do not allow a view."""
+    if t.dim() == 2:
+        return t
     return t.reshape(count, t.numel() // count if count else math.prod(t.shape[1:]))
 
 
-def _select(
-    num: int, count: int, width: int, code: int, strides: _Shape, itemsize: int, negative: bool
-) -> Specification:
+@kept
+def _select(num: int, count: int, width: int, code: int, strides: _Shape, types: Any, negative: bool) -> Launcher:
+    itemsize = types[0].itemsize
     block = min(power_of_two(width), 4096 // itemsize)
     per_program = min(power_of_two(count), max(8192 // itemsize // block, 1))
     tail = (num, count, width, code, *strides, per_program, block, negative)
-    return Specification(tail, -(-count // per_program) * -(-width // block))
+    return Launcher(triton_groups.select, Specification(tail, -(-count // per_program) * -(-width // block)))
 
 
 def index_select(
@@ -288,94 +308,83 @@ def index_select(
     """Rows of `weight` (num, *rest) at indices of any shape into `out` (*indices.shape, *rest)."""
     if out.numel() == 0:
         return
-    flat = indices.reshape(-1)
-    result, source = _matrix(out, flat.numel()), _matrix(weight, weight.shape[0])
+    device, num, count = out.device, weight.shape[0], indices.numel()
+    flat = indices.reshape(-1).contiguous()
+    result, source = out.reshape(count, out.numel() // count), _matrix(weight, num)
     code = faults.code(operation, argument, negative)
     strides = (*source.stride(), *result.stride())
-    key = (weight.shape[0], flat.numel(), result.shape[1], code, strides, out.element_size(), negative)
-    launch(triton_groups.select, (source, flat.contiguous(), result, faults.flag(out.device)), _select, *key)
+    select = _select(num, count, result.shape[1], code, strides, (out.dtype, indices.dtype), negative)
+    select(source, flat, result, faults.flag(device))
     if result.data_ptr() != out.data_ptr():
         out.copy_(result.reshape(out.shape))
-    faults.after_launch(out.device)
+    faults.after_launch(device)
 
 
 class _Sum(NamedTuple):
-    """Everything that fixes the kernels of an index_sum."""
+    """Everything that fixes the kernels of an index_sum; strides of values, x and out as matrices."""
 
     num: int
-    count: int
+    sources: int
     width: int
     index_stride: int
     strides: _Shape
+    types: Any
     skipped: int | None
     negative: bool
     code: int
     has_x: bool
     in_place: bool
-    words: int
-    native: bool
+    arch: int
     multiprocessors: int
-    config: SumConfiguration
-
-    @property
-    def hots(self) -> bool:
-        """Whether a destination can be hot."""
-        return self.count > triton_groups.HOT.value
-
-    @property
-    def hot_size(self) -> int:
-        """Words of scratch memory of a hot destination."""
-        return (self.words + 1) * self.width + -(-self.width // self.config.hot_block)
-
-    @property
-    def programs(self) -> int:
-        """Programs that share a list."""
-        return self.config.spread * self.multiprocessors
-
-    @property
-    def most_chunks(self) -> int:
-        """The most chunks that hot destinations can have."""
-        return 2 * self.count // triton_groups.CHUNK.value + 1
-
-    @property
-    def index_arguments(self) -> tuple[int, int]:
-        """(stride of the indices, the index to leave out)."""
-        return self.index_stride, 0 if self.skipped is None else self.skipped
+    config: SumConfiguration | None
+    short_sum: int
 
 
-_BLOCK = 256  # sources or, times four, destinations of a program that groups
+class _SumKernels(NamedTuple):
+    """The kernels in their order and the sizes of the scratch memories."""
+
+    launchers: tuple[Launcher, ...]
+    scratch: int
+    scratch_type: torch.dtype
+    hot: int
 
 
-def _count(p: _Sum) -> Specification:
-    fixed = (_BLOCK, p.skipped is not None, p.negative)
-    return Specification((p.num, p.count, *p.index_arguments, p.code, *fixed), -(-p.count // _BLOCK))
+_COUNTED = 64  # sources of a program that counts; it compares them in pairs
+_BLOCK = 256  # sources or, times four, destinations of the other programs that group
 
 
-def _allocate(p: _Sum) -> Specification:
-    return Specification((p.num, p.count, 4 * _BLOCK, p.hots), max(-(-p.num // (4 * _BLOCK)), 1))
-
-
-def _place(p: _Sum) -> Specification:
-    programs = -(-p.count // _BLOCK)
-    fixed = (_BLOCK, p.hots, p.skipped is not None, p.negative)
-    return Specification((p.num, p.count, *p.index_arguments, p.hot_size, programs, *fixed), programs)
-
-
-def _copy(p: _Sum) -> Specification:
-    config = p.config
-    programs = max(-(-p.num // config.copy_rows) * -(-p.width // config.block), 1)
-    sizes = (p.num, p.count, p.width, programs, p.programs, p.hot_size)
-    tiles = (config.copy_rows, config.block, config.hot_rows, config.hot_block)
-    tail = (*sizes, *p.strides, *tiles, p.words, p.hots, p.has_x, p.in_place, p.native)
-    return Specification(tail, programs + (p.programs if p.hots else 0), config.copy_warps)
-
-
-def _sum(p: _Sum) -> Specification:
-    config = p.config
-    sizes = (p.num, p.count, p.width, p.programs, p.hot_size)
-    tiles = (config.sum_rows, config.block, config.hot_rows, config.hot_block)
-    tail = (*sizes, *p.strides, *tiles, p.words, p.hots, p.has_x, p.native)
-    return Specification(tail, p.programs, config.sum_warps)
+@kept
+def _sum(p: _Sum) -> _SumKernels:
+    num, count, width, groups = p.num, p.sources, p.width, triton_groups
+    itemsize = p.types[0].itemsize
+    config = p.config or sum_configuration(num, width, itemsize)
+    native = p.arch >= 90 and itemsize > 2
+    words = _work(p.types[0])[1] * (2 if count > p.short_sum else 1)
+    hots = count > groups.HOT.value
+    hot_size = (words + 1) * width + -(-width // config.hot_block)
+    programs = config.spread * p.multiprocessors
+    places = -(-count // _BLOCK)
+    skips = p.skipped is not None
+    index = (num, count, p.index_stride, p.skipped if skips else 0)
+    copies = max(-(-num // config.copy_rows) * -(-width // config.block), 1)
+    tiles = (config.block, config.hot_rows, config.hot_block, config.stages, words, hots, p.has_x)
+    sizes = (num, count, width)
+    copy = (*sizes, programs if hots else 0, hot_size, *p.strides, config.copy_rows, *tiles)
+    add = (*sizes, programs, hot_size, *p.strides, config.sum_rows, *tiles)
+    specifications = (
+        (groups.group_count, Specification((*index, p.code, _COUNTED, skips, p.negative), -(-count // _COUNTED), 2)),
+        (groups.group_allocate, Specification((num, count, 4 * _BLOCK, hots), max(-(-num // (4 * _BLOCK)), 1))),
+        (groups.group_place, Specification((*index, hot_size, places, _BLOCK, hots, skips, p.negative), places)),
+        (
+            groups.group_copy,
+            Specification((*copy, p.in_place, native), copies + (programs if hots else 0), config.copy_warps),
+        ),
+        (groups.group_sum, Specification((*add, native), programs, config.sum_warps)),
+    )
+    scratch = groups.COUNTERS.value + 5 * num + 2 * count + 2 * count // groups.CHUNK.value + 1 + 3 * (count // 2 + 1)
+    kind = torch.int32 if scratch < 1 << 31 else torch.int64
+    hot = count // (groups.HOT.value + 1) * hot_size if hots else 0
+    return _SumKernels(tuple(Launcher(*s) for s in specifications), scratch, kind, hot)
 
 
 def index_sum(
@@ -389,53 +398,44 @@ def index_sum(
     negative: bool = True,
     config: SumConfiguration | None = None,
 ) -> None:
-    """out (num, *rest) = zeros or x, plus the sum of values[s] with indices[s] == d in out[d].
+    """Out (num, *rest) = zeros or x, plus the sum of values[s] with indices[s] == d in out[d].
 
-    indices: any shape; values: (*indices.shape, *rest). `out` may be `x`. Sources whose index equals `skipped` are left out. `config` overrides the
-    rule.
+    indices: any shape; values: (*indices.shape, *rest). `out` may be `x`. Sources whose index equals `skipped` are left
+    out. `config` overrides the rule.
     """
-    if out.numel() == 0 and (indices.numel() == 0 or values.numel() == 0):
-        return
     if values.numel() == 0:
-        out.zero_() if x is None else out.copy_(x)
+        _fill(out, x)
         return
-    num, count, indices = out.shape[0], indices.numel(), indices.reshape(-1)
-    result, source = _matrix(out, num), _matrix(values, count)
+    device, num, count = out.device, out.shape[0], indices.numel()
+    flat = indices if indices.dim() == 1 else indices.reshape(-1)
+    result, source = _matrix(out, num), values.reshape(count, values.numel() // count)
     base = result if x is None else _matrix(x, num)
-    width = source.shape[1]
-    key_type, words = _work(out.dtype)
-    words *= 2 if count > _SHORT_SUM else 1
     problem = _Sum(
         num,
         count,
-        width,
-        indices.stride(0),
+        source.shape[1],
+        flat.stride(0),
         (*source.stride(), *base.stride(), *result.stride()),
+        (out.dtype, indices.dtype),
         skipped,
         negative,
         faults.code(operation, argument, negative),
         x is not None,
         x is not None and base.data_ptr() == result.data_ptr(),
-        words,
-        architecture(out) >= 90 and out.element_size() > 2,
+        architecture(out),
         processors(out),
-        config or sum_configuration(num, width, out.element_size()),
+        config,
+        _SHORT_SUM,
     )
-    counters = triton_groups.COUNTERS.value
-    size = counters + 5 * num + 2 * count + problem.most_chunks + 3 * (count // 2 + 1)
-    kind = torch.int32 if size < 1 << 31 else torch.int64
-    scratch = torch.empty(size, dtype=kind, device=out.device)
-    scratch[: counters + num].zero_()
-    hot = scratch
-    if problem.hots:
-        most_hot = count // (triton_groups.HOT.value + 1)
-        hot = torch.empty(most_hot * problem.hot_size, dtype=torch.int64, device=out.device)
-    launch(triton_groups.group_count, (indices, scratch, faults.flag(out.device)), _count, problem)
-    launch(triton_groups.group_allocate, (scratch,), _allocate, problem)
-    launch(triton_groups.group_place, (indices, scratch, hot), _place, problem)
-    operands = (source, base, result, scratch, hot)
-    launch(triton_groups.group_copy, operands, _copy, problem)
-    launch(triton_groups.group_sum, operands, _sum, problem)
+    launchers, size, kind, hot_size = _sum(problem)
+    scratch = torch.zeros(size, dtype=kind, device=device)
+    hot = torch.empty(hot_size, dtype=torch.int64, device=device) if hot_size else scratch
+    group_count, group_allocate, group_place, group_copy, group_sum = launchers
+    group_count(flat, scratch, faults.flag(device))
+    group_allocate(scratch)
+    group_place(flat, scratch, hot)
+    group_copy(source, base, result, scratch, hot)
+    group_sum(source, base, result, scratch, hot)
     if result.data_ptr() != out.data_ptr():
         out.copy_(result.reshape(out.shape))
-    faults.after_launch(out.device)
+    faults.after_launch(device)

@@ -85,6 +85,38 @@ def sum_of_parts(a, b, exponent, special, key):
         return tl.where(key_is_finite(key), s, special)
 
 
+@triton.jit
+def limb_parts(high, low, magic, COUNT: tl.constexpr):
+    """The parts of sums of COUNT limbs as `sums.split_term_bits` gives them, at most 256 of binary32."""
+    high -= COUNT * ops.as_int(magic)
+    if high.dtype == tl.int64:
+        return high, low - COUNT * ops.MAGIC_BITS_64
+    else:
+        surplus: tl.constexpr = (COUNT * ops.MAGIC_BITS_32 + 2**31) % 2**32 - 2**31  # modulo 2**32
+        total = (high.to(tl.int64) << 23) + (low - surplus).to(tl.int64)
+        return total, total
+
+
+@triton.jit
+def sum_of_two(p, q):
+    """The sum of two terms. No integer is needed: the smaller one is rounded to the quantum, and IEEE adds exactly.
+
+    The smaller term is a multiple of the quantum unless it is below the precision's power of two times that, where
+    adding and subtracting this power rounds it. Infinities and NaN pass through.
+    """
+    key_p, key_q = ops.magnitude_key(p), ops.magnitude_key(q)
+    large, small = tl.where(key_q > key_p, q, p), tl.where(key_q > key_p, p, q)
+    if p.dtype == tl.float64:
+        limit = tl.maximum((tl.maximum(key_p, key_q) & _INF_64) - (36 << 52), 0)  # 2**52 * 2**-88
+        sign = ops.as_int(small) & -0x8000000000000000
+    else:
+        limit = tl.maximum((tl.maximum(key_p, key_q) & _INF_32) - (21 << 23), 0)  # 2**23 * 2**-44
+        sign = ops.as_int(small) & -0x80000000
+    step = ops.as_float(limit | sign)
+    small = tl.where(tl.minimum(key_p, key_q) < limit, (small + step) - step, small)
+    return (large + small) + 0.0  # minus zero becomes zero
+
+
 # --- words in memory -------------------------------------------------------------------------------------------------
 # A sum has WORDS int64 words: 1 (binary32) or 2 (binary64) for sums of at most 2**17 terms, otherwise twice as many.
 @triton.jit

@@ -9,10 +9,12 @@ from isograd.errors import UnsupportedError
 from isograd.reduction import triton_kernels
 from isograd.reduction.axes import Axes, normalized
 from isograd.triton_launcher import (
+    Launcher,
     Rows,
     Specification,
     architecture,
-    launch,
+    c_strides,
+    kept,
     merged,
     power_of_two,
     processors,
@@ -45,7 +47,8 @@ class _Problem(NamedTuple):
     config: Configuration
 
     @property
-    def count(self) -> int:
+    def kept(self) -> int:
+        """Rows in all."""
         return self.rows.outer * self.rows.inner
 
     @property
@@ -85,7 +88,7 @@ def _sum_rows(p: _Problem) -> Specification:
 
 def _input(p: _Problem) -> tuple[Any, ...]:
     """What keys and parts know of the input."""
-    sizes = (p.n, p.rows.inner, p.config.chunks, p.length, p.count)
+    sizes = (p.n, p.rows.inner, p.config.chunks, p.length, p.kept)
     strides = (p.rows.axis_strides[0], p.rows.inner_strides[0], p.rows.outer_shape, p.rows.outer_strides[0])
     return (*sizes, *strides, p.config.rows, p.config.block)
 
@@ -102,52 +105,88 @@ def _sum_parts(p: _Problem) -> Specification:
 def _sum_finish(p: _Problem) -> Specification:
     chunks = power_of_two(p.config.chunks)
     per_program = min(power_of_two(p.rows.inner), max(_ELEMENTS // chunks, 1))
-    sizes = (p.n, p.rows.inner, p.config.chunks, p.count)
+    sizes = (p.n, p.rows.inner, p.config.chunks, p.kept)
     strides = (p.rows.axis_strides[1], p.rows.inner_strides[1], p.rows.outer_shape, p.rows.outer_strides[1])
     tail = (*sizes, *strides, per_program, chunks, p.words, p.mean, p.native)
     return Specification(tail, p.rows.outer * -(-p.rows.inner // per_program))
 
 
-def _reduce(
-    operation: str, x: torch.Tensor, axis: Axes, keepdims: bool, config: Configuration | None
-) -> torch.Tensor:
+def _reduce(operation: str, x: torch.Tensor, axis: Axes, keepdims: bool, config: Configuration | None) -> torch.Tensor:
     if x.dtype not in _FLOATS:
         raise UnsupportedError(f"{operation}: x has dtype {x.dtype}; accepted: float16, bfloat16, float32, float64")
     axes = normalized(operation, axis, x.dim())
-    kept = [d for d in range(x.dim()) if d not in axes]
-    sizes = [x.shape[d] for d in kept]
-    out = torch.empty(sizes, dtype=x.dtype, device=x.device)
+    others = tuple([d for d in range(x.dim()) if d not in axes])
+    out = torch.empty([x.shape[d] for d in others], dtype=x.dtype, device=x.device)
     if out.numel():
-        _launch(x, axes, kept, out, operation == "mean", config)
+        _launch(x, axes, others, out, operation == "mean", config)
     return out.reshape([1 if d in axes else n for d, n in enumerate(x.shape)]) if keepdims else out
 
 
-def _launch(
-    x: torch.Tensor, axes: tuple[int, ...], kept: list[int], out: torch.Tensor, mean: bool, config: Configuration | None
-) -> None:
-    n = math.prod(x.shape[d] for d in axes)
-    _, steps = merged([x.shape[d] for d in axes], [[x.stride(d) for d in axes]])
+class _Kernels(NamedTuple):
+    """The kernels of a problem: one, or three with the sizes of their scratch memory (keys, words)."""
+
+    launchers: tuple[Launcher, ...]
+    keys: int = 0
+    words: int = 0
+
+
+@kept
+def _kernels(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    kept_axes: tuple[int, ...],
+    axes: tuple[int, ...],
+    dtype: torch.dtype,
+    mean: bool,
+    config: Configuration | None,
+    arch: int,
+    multiprocessors: int,
+    short_sum: int,
+) -> _Kernels | None:
+    """None where the reduced axes do not merge into one."""
+    n = math.prod(shape[d] for d in axes)
+    _, steps = merged([shape[d] for d in axes], [[strides[d] for d in axes]])
     if len(steps) > 1:
-        x = x.permute(*kept, *axes).reshape(*out.shape, n)
-        kept, steps = list(range(out.dim())), [(x.stride(-1),)]
+        return None
     step = steps[0][0] if steps else 1
-    shape = (*out.shape, n)
-    problem = rows(shape, [(*[x.stride(d) for d in kept], step), (*out.stride(), 0)], len(shape) - 1)
+    sizes = (*(shape[d] for d in kept_axes), n)
+    problem = rows(sizes, [(*(strides[d] for d in kept_axes), step), c_strides((*sizes[:-1], 1))], len(sizes) - 1)
     if config is None:
         contiguous = step == 1 or problem.inner_strides[0] != 1
-        config = configuration(n, problem.inner, problem.outer, contiguous, processors(x))
-    words = (2 if x.dtype == torch.float64 else 1) * (2 if n > _SHORT_SUM else 1)
-    native = architecture(x) >= 90 and x.element_size() > 2  # the packed conversions want two elements a thread
+        config = configuration(n, problem.inner, problem.outer, contiguous, multiprocessors)
+    words = (2 if dtype == torch.float64 else 1) * (2 if n > short_sum else 1)
+    native = arch >= 90 and dtype.itemsize > 2  # the packed conversions want two elements a thread
     p = _Problem(n, problem, mean, native, words, config)
     if config.chunks == 1:
-        launch(triton_kernels.sum_rows, (x, out), _sum_rows, p)
+        return _Kernels((Launcher(triton_kernels.sum_rows, _sum_rows(p)),))
+    launchers = (
+        Launcher(triton_kernels.sum_keys, _sum_keys(p)),
+        Launcher(triton_kernels.sum_parts, _sum_parts(p)),
+        Launcher(triton_kernels.sum_finish, _sum_finish(p)),
+    )
+    return _Kernels(launchers, config.chunks * p.kept, config.chunks * words * p.kept)
+
+
+def _launch(
+    x: torch.Tensor, axes: tuple[int, ...], others: tuple[int, ...], out: torch.Tensor, mean: bool, config: Any
+) -> None:
+    fixed = (x.dtype, mean, config, architecture(x), processors(x), _SHORT_SUM)
+    found = _kernels(tuple(x.shape), x.stride(), others, axes, *fixed)
+    if found is None:
+        x = x.permute(*others, *axes).contiguous()
+        rank = len(others)
+        _launch(x, tuple(range(rank, x.dim())), tuple(range(rank)), out, mean, config)
+        return
+    if not found.keys:
+        found.launchers[0](x, out)
         return
     key_type = torch.int64 if x.dtype == torch.float64 else torch.int32
-    keys = torch.empty(config.chunks * p.count, dtype=key_type, device=x.device)
-    parts = torch.empty(config.chunks * words * p.count, dtype=torch.int64, device=x.device)
-    launch(triton_kernels.sum_keys, (x, keys), _sum_keys, p)
-    launch(triton_kernels.sum_parts, (x, keys, parts), _sum_parts, p)
-    launch(triton_kernels.sum_finish, (keys, parts, out), _sum_finish, p)
+    keys = torch.empty(found.keys, dtype=key_type, device=x.device)
+    parts = torch.empty(found.words, dtype=torch.int64, device=x.device)
+    find, add, finish = found.launchers
+    find(x, keys)
+    add(x, keys, parts)
+    finish(keys, parts, out)
 
 
 def sum(  # noqa: A001 - NumPy's name

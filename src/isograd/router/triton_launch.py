@@ -5,7 +5,7 @@ changes a bit. Leading dimensions are merged; where strides do not allow that, a
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch

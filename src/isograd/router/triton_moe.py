@@ -1,4 +1,4 @@
-# ruff: noqa: N803, RET505
+# ruff: noqa: N803
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """Sorting entries by expert, moving the tokens' rows there and back, and the auxiliary losses in Triton.
 
@@ -22,7 +22,7 @@ from isograd.softmax import triton_rows as rows
 # --- counting sort ---------------------------------------------------------------------------------------------------
 @triton.jit
 def rank_entries(experts_ptr, ranks_ptr, counts_ptr, flag_ptr, count, bound, code, BLOCK: tl.constexpr):
-    """ranks [count] int32; counts [blocks, bound + 1] int32, zero before."""
+    """Ranks [count] int32; counts [blocks, bound + 1] int32, zero before."""
     block = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     entry = block * BLOCK + i
@@ -45,7 +45,7 @@ def rank_entries(experts_ptr, ranks_ptr, counts_ptr, flag_ptr, count, bound, cod
 
 @triton.jit
 def scan_blocks(counts_ptr, totals_ptr, blocks, bins, BLOCK: tl.constexpr, BINS: tl.constexpr):
-    """counts [blocks, bins] become exclusive sums over the blocks; totals [bins] int64."""
+    """Counts [blocks, bins] become exclusive sums over the blocks; totals [bins] int64."""
     bin_ = tl.program_id(0).to(tl.int64) * BINS + tl.arange(0, BINS)
     total = tl.zeros((BINS,), tl.int32)
     for start in range(0, blocks, BLOCK):
@@ -60,7 +60,7 @@ def scan_blocks(counts_ptr, totals_ptr, blocks, bins, BLOCK: tl.constexpr, BINS:
 
 @triton.jit
 def scan_experts(totals_ptr, starts_ptr, offsets_ptr, bins, offsets_stride, BLOCK: tl.constexpr):
-    """starts [bins]: where every expert begins; offsets are the same without what follows the last but one."""
+    """Starts [bins]: where every expert begins; offsets are the same without what follows the last but one."""
     before = tl.zeros((), tl.int64)
     for start in range(0, bins, BLOCK):
         e = start + tl.arange(0, BLOCK).to(tl.int64)
@@ -234,7 +234,7 @@ def combine_backward(
 # --- auxiliary losses ------------------------------------------------------------------------------------------------
 @triton.jit
 def balance(totals_ptr, means_ptr, loss_ptr, n, entries, BLOCK: tl.constexpr):
-    """n Σ f P from the experts' counts and mean probabilities; NaN where an expert was out of range (bin n)."""
+    """N Σ f P from the experts' counts and mean probabilities; NaN where an expert was out of range (bin n)."""
     e = tl.arange(0, BLOCK)[:, None]
     mask = e < n
     dtype: tl.constexpr = loss_ptr.dtype.element_ty
@@ -252,7 +252,7 @@ def balance(totals_ptr, means_ptr, loss_ptr, n, entries, BLOCK: tl.constexpr):
 def balance_backward(
     totals_ptr, dloss_ptr, out_ptr, tokens, n, entries, out_row, out_column, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """dloss n f / tokens in every row; NaN where an expert was out of range."""
+    """Dloss n f / tokens in every row; NaN where an expert was out of range."""
     dtype: tl.constexpr = dloss_ptr.dtype.element_ty
     pid = tl.program_id(0).to(tl.int64)
     parts = tl.cdiv(n, BLOCK)

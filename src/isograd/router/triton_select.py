@@ -235,8 +235,8 @@ def unpack_column(packed, LOW: tl.constexpr):
 def select_separated(packed, K: tl.constexpr, LOW: tl.constexpr, EXACT: tl.constexpr):
     """([q, rows] the K + 1 largest packed integers in the first lanes, rows whose order they may not tell).
 
-    An order of float32 logits is that of their softmax where neighbours are at least 2^-18 apart, which is far more than
-    the softmax's error. Where a logit is known from its leading bits (EXACT), equal ones are in order as well.
+    An order of float32 logits is that of their softmax where neighbours are at least 2^-18 apart, which is far more
+    than the softmax's error. Where a logit is known from its leading bits (EXACT), equal ones are in order as well.
     """
     a, b, c, d = heads(packed)
     lane = tl.arange(0, packed.shape[0])[:, None]

@@ -1,13 +1,15 @@
 """Reverse-mode differentiation for plain arrays.
 
-`rules.py` has the operations on arrays, `variable.py` the values and how an operation is applied to them,
-`recording.py` the tape with checkpoints and the walk backwards, `functions.py` the operations as functions.
+`rules.py` has the operations on arrays and `gather_rules.py` those of the gather family, `variable.py` the values and
+how an operation is applied to them, `recording.py` the tape with checkpoints and the walk backwards, `functions.py` the
+operations as functions.
 """
 
 from isograd.tape.functions import (
     add,
     concatenate,
     div,
+    embedding,
     exp,
     getitem,
     load_balancing_loss,
@@ -24,11 +26,14 @@ from isograd.tape.functions import (
     renormalize,
     reshape,
     router_z_loss,
+    scatter_sum,
+    segment_sum,
     silu,
     softmax,
     sqrt,
     sub,
     sum,  # noqa: A004 - NumPy's name
+    take_along_axis,
     top_k,
     transpose,
 )
@@ -41,6 +46,7 @@ __all__ = [
     "add",
     "concatenate",
     "div",
+    "embedding",
     "exp",
     "getitem",
     "load_balancing_loss",
@@ -57,11 +63,14 @@ __all__ = [
     "renormalize",
     "reshape",
     "router_z_loss",
+    "scatter_sum",
+    "segment_sum",
     "silu",
     "softmax",
     "sqrt",
     "sub",
     "sum",
+    "take_along_axis",
     "top_k",
     "transpose",
 ]

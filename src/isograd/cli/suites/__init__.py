@@ -8,6 +8,10 @@ from isograd.cli.suites.common import Case, Suite
 from isograd.fenv import default_environment
 
 SUITES: dict[str, Suite] = {**softmax.SUITES, **router.SUITES}
+from isograd.cli.suites import gather, softmax
+from isograd.cli.suites.common import Suite
+
+SUITES: dict[str, Suite] = {**softmax.SUITES, **gather.SUITES}
 
 
 def cases(operation: str, dtype: str) -> list[Case]:
