@@ -281,7 +281,7 @@ def _renormalize(tokens: int, n: int, strides: tuple[int, ...], dtype: torch.dty
 
 
 def renormalize(w: torch.Tensor, out: torch.Tensor, axis: int, dt: torch.Tensor | None = None) -> None:
-    """Fill out, which may be w or dt: renormalize(w), or its gradient where dt is given."""
+    """Fill out, which may be w or dt, with the renormalized w or, where dt is given, the gradient."""
     if out.numel() == 0:
         return
     rows, result = _matrix(w.movedim(axis, -1)), _Result(out.movedim(axis, -1))

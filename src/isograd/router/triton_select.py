@@ -63,6 +63,7 @@ def selection_key(x):
 # --- scores ----------------------------------------------------------------------------------------------------------
 @triton.jit
 def sigmoid(x):
+    """The logistic function."""
     z = ops.exp(tl.where(x < 0.0, x, ops.negate(x)))
     return ops.divide(tl.where(x < 0.0, z, 1.0), 1.0 + z)
 
@@ -227,6 +228,7 @@ def pack(x, column, LOW: tl.constexpr):
 
 @triton.jit
 def unpack_column(packed, LOW: tl.constexpr):
+    """The column that `pack` has put in."""
     low: tl.constexpr = (1 << LOW) - 1
     return low - (packed & low)
 
