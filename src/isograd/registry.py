@@ -35,6 +35,7 @@ _FAMILIES = (
     "isograd.gather.plans",
     "isograd.gather.cuda",
     "isograd.router.plans",
+    "isograd.router.cuda",
     "isograd.losses.cross_entropy_plans",
     "isograd.losses.linear_plans",
     "isograd.losses.divergence_plans",

@@ -1,4 +1,4 @@
-"""exp, log, silu: kernels against the reference bit for bit, values against wider floats."""
+"""exp, log, sigmoid, silu: kernels against the reference bit for bit, values against wider floats."""
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +11,7 @@ from isograd.elementwise import api, reference
 from isograd.errors import InvalidProblemError, UnsupportedError
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
-UNARY = ["exp", "log", "silu"]
+UNARY = ["exp", "log", "sigmoid", "silu"]
 
 
 def bits(x):
@@ -67,12 +67,13 @@ def test_bits_of_the_reference(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_backward_bits_of_the_reference(dtype):
+@pytest.mark.parametrize("name", ["sigmoid_backward", "silu_backward"])
+def test_backward_bits_of_the_reference(name, dtype):
     x, special = sample(dtype), boundaries(dtype)
     dy = np.random.default_rng(1).standard_normal(x.size).astype(dtype)
-    assert bits(api.silu_backward(dy, x)) == bits(reference.silu_backward(dy, x))
+    assert bits(getattr(api, name)(dy, x)) == bits(getattr(reference, name)(dy, x))
     dy, x = (np.ascontiguousarray(v) for v in np.broadcast_arrays(special[:, None], special))
-    assert bits(api.silu_backward(dy, x)) == bits(reference.silu_backward(dy, x))
+    assert bits(getattr(api, name)(dy, x)) == bits(getattr(reference, name)(dy, x))
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
@@ -140,6 +141,24 @@ def test_silu_within_its_bounds(dtype):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_sigmoid_within_its_bounds(dtype):
+    needs_wide(dtype)
+    u, tiny = unit(dtype)
+    x = dense(dtype)
+    v = x.astype(wider(dtype))
+    with np.errstate(over="ignore"):
+        exact = 1 / (1 + np.exp(-v))
+    y = api.sigmoid(x)
+    assert 0.3 < np.max(np.abs(y.astype(v.dtype) - exact) / (4.2 * u * exact + tiny)) <= 1
+    rng = np.random.default_rng(3)
+    dy = np.ldexp(rng.standard_normal(x.size), rng.integers(-100, 100, x.size)).astype(dtype)
+    g, s = dy.astype(v.dtype), y.astype(v.dtype)
+    exact = g * s * (1 - s)
+    error = np.abs(api.sigmoid_backward(dy, y).astype(v.dtype) - exact)
+    assert 0.3 < np.max(error / (3.1 * u * np.abs(exact) + tiny)) <= 1
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", ["exp", "log"])
 def test_exp_and_log_within_their_bounds(name, dtype):
     needs_wide(dtype)
@@ -158,6 +177,7 @@ def test_special_values():
         one = np.ones(5, dtype)
         assert bits(api.exp(x)) == bits(np.array([np.inf, 0, np.nan, 1, 1], dtype))
         assert bits(api.log(x)) == bits(np.array([np.inf, np.nan, np.nan, -np.inf, -np.inf], dtype))
+        assert bits(api.sigmoid(x)) == bits(np.array([1, 0, np.nan, 0.5, 0.5], dtype))
         assert bits(api.silu(x)) == bits(np.array([np.inf, -0.0, np.nan, 0.0, -0.0], dtype))
         assert bits(api.silu_backward(one, x)) == bits(np.array([1, -0.0, np.nan, 0.5, 0.5], dtype))
 
@@ -225,3 +245,7 @@ def test_errors():
             InvalidProblemError, match=r"silu_backward: dy is .* expected dtype and shape of x, float32"
         ):
             api.silu_backward(dy, x)
+        with pytest.raises(
+            InvalidProblemError, match=r"sigmoid_backward: dy is .* expected dtype and shape of y, float32"
+        ):
+            api.sigmoid_backward(dy, x)

@@ -1,8 +1,6 @@
 """Counting and sorting entries by expert, and moving the tokens' rows there and back, on the CPU."""
 
 import numpy as np
-from numba import types
-from numba.extending import overload
 
 from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import (
@@ -18,19 +16,10 @@ from isograd.numerics.numba_memory import (
 )
 from isograd.numerics.numba_ops import is_finite, magnitude_key
 from isograd.numerics.numba_storage import narrow, widen
-from isograd.numerics.numba_sum import PARTIAL, is_finite_key, signed_rest, special_value, sum_scale
-from isograd.numerics.numba_wide import (
-    add_limbs,
-    limb_shift,
-    scale_pow2,
-    split_term,
-    term_bias,
-    to_float,
-    wide_to_float,
-)
-from isograd.router.numba_scores import sum_row
+from isograd.numerics.numba_sum import PARTIAL, is_finite_key, signed_rest, special_value
+from isograd.numerics.numba_wide import add_limbs, limb_shift, split_term, term_bias, wide_to_float
+from isograd.router.numba_scores import finish_few, sum_row, term_factors
 
-_FORCE = {"forceinline": True}
 _INT64 = np.int64(0)
 
 
@@ -118,29 +107,6 @@ def _note_special(block, count, special):
         store(special, i, state if is_finite(x) else state | np.int64(1 if x > 0 else (2 if x < 0 else 3)))
 
 
-def _finish_few(high, low, terms, exponent, zero):
-    raise NotImplementedError
-
-
-@overload(_finish_few, jit_options=_FORCE)
-def _finish_few_overload(high, low, terms, exponent, zero):
-    """The sum of at most PARTIAL terms from its limbs, which carry the terms' bias."""
-    if zero == types.float32:
-
-        def narrow_sum(high, low, terms, exponent, zero):
-            a, b = signed_rest(high, terms * term_bias(zero)), signed_rest(low, terms * term_bias(zero))
-            return scale_pow2(to_float((a << limb_shift(zero)) + b, zero), exponent)
-
-        return narrow_sum
-
-    def wide_sum(high, low, terms, exponent, zero):
-        a, b = signed_rest(high, terms * term_bias(zero)), signed_rest(low, terms * term_bias(zero))
-        hi, lo = add_limbs(np.int64(0), np.uint64(0), a, b, limb_shift(zero))
-        return wide_to_float(hi, lo, exponent, zero)
-
-    return wide_sum
-
-
 @kernel
 def combine_rows(like, x_address, w_address, y_address, positions, k, width, weighted, start, stop):
     """y[t] = Σ_i w[t, i] x[positions[t k + i]], or without weights the sum of the rows."""
@@ -149,7 +115,7 @@ def combine_rows(like, x_address, w_address, y_address, positions, k, width, wei
     x, y, weights = pointer(x_address, like), pointer(y_address, like), pointer(w_address, zero)
     block, s, first, second = stack_lanes(zero), stack_lanes(zero), stack_lanes(zero), stack_lanes(zero)
     key, high, low = stack_lanes(integer), stack_lanes(integer), stack_lanes(integer)
-    exponent, special = stack_lanes(_INT64), stack_lanes(_INT64)
+    exponent, special = stack_lanes(integer), stack_lanes(_INT64)
     hi, lo = stack_lanes(_INT64), stack_lanes(np.uint64(0))
     bias = term_bias(zero)
     for t in range(start, stop):
@@ -165,14 +131,16 @@ def combine_rows(like, x_address, w_address, y_address, positions, k, width, wei
                 _lane_magnitudes(block, count, key)
             finite = True
             for i in range(count):
-                a, b, c = sum_scale(load(key, i))
+                a, b, power = term_factors(load(key, i))
                 store(first, i, a)
                 store(second, i, b)
-                store(exponent, i, c)
+                store(exponent, i, power)
                 finite &= is_finite_key(load(key, i))
-                store(special, i, np.int64(0))
+            for i in range(count if k > PARTIAL else 0):
                 store(hi, i, np.int64(0))
                 store(lo, i, np.uint64(0))
+            for i in range(0 if finite else count):
+                store(special, i, np.int64(0))
             for e in range(k):
                 w = load(weights, np.int64(t * k + e)) if weighted else zero
                 _load_terms(x, positions[t * k + e] * width + j, count, w, weighted, block)
@@ -193,10 +161,10 @@ def combine_rows(like, x_address, w_address, y_address, positions, k, width, wei
                         store(low, i, integer)
             if k > PARTIAL:
                 for i in range(count):
-                    store(s, i, wide_to_float(load(hi, i), load(lo, i), load(exponent, i), zero))
+                    store(s, i, wide_to_float(load(hi, i), load(lo, i), np.int64(load(exponent, i)), zero))
             else:
                 for i in range(count):
-                    store(s, i, _finish_few(load(high, i), load(low, i), k, load(exponent, i), zero))
+                    store(s, i, finish_few(load(high, i), load(low, i), k, load(exponent, i)))
             if not finite:
                 for i in range(count):
                     if not is_finite_key(load(key, i)):

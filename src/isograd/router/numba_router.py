@@ -19,7 +19,7 @@ from isograd.numerics.numba_memory import (
 )
 from isograd.numerics.numba_storage import widen
 from isograd.router.numba_scores import sigmoid_scores, softmax_scores, sum_row
-from isograd.router.numba_select import empty_keys, select_largest, selection_key, store_keys
+from isograd.router.numba_select import COUNTS, empty_keys, select_largest, selection_key, store_keys
 from isograd.softmax.numba_steps import lowest_key
 
 
@@ -30,9 +30,9 @@ def top_k_rows(
 ):  # fmt: skip
     zero = work_zero(like)
     x, values, indices = pointer(x_address, like), pointer(v_address, like), pointer(i_address, np.int64(0))
-    key_array, top_array, where_array = empty_keys(n, zero), empty_keys(k, zero), np.empty(k, np.int64)
-    keys, top = pointer(key_array.ctypes.data, lowest_key(zero)), pointer(top_array.ctypes.data, lowest_key(zero))
-    where = pointer(where_array.ctypes.data, np.int64(0))
+    key_array, where_array, counts = empty_keys(n + k, zero), np.empty(2 * n, np.int64), np.empty(COUNTS, np.int64)
+    keys, top = pointer(key_array.ctypes.data, lowest_key(zero)), pointer(key_array[n:].ctypes.data, lowest_key(zero))
+    where, spare = pointer(where_array.ctypes.data, np.int64(0)), pointer(where_array[n:].ctypes.data, np.int64(0))
     for row in range(start, stop):
         xo = row_offset(row, shape, x_strides)
         vo, io = row_offset(row, shape, v_strides), row_offset(row, shape, i_strides)
@@ -43,13 +43,12 @@ def top_k_rows(
         else:
             for j in range(n):
                 store(keys, j, selection_key(widen(load(x, xo + j * x_stride))))
-        select_largest(keys, n, k, top, where)
+        select_largest(keys, n, k, top, where, spare, counts)
         for j in range(k):
             index = load(where, j)
             store(indices, io + j * i_stride, index)
             store(values, vo + j * v_stride, load(x, xo + index * x_stride))
     keep_alive(key_array)
-    keep_alive(top_array)
     keep_alive(where_array)
 
 
@@ -128,12 +127,12 @@ def _group_key(c, first, size, zero):
 
 
 @device_function
-def _mask_groups(c, keys, n, groups, group_k, group_keys, top, where, zero):
+def _mask_groups(c, keys, n, groups, group_k, group_keys, top, where, spare, counts, zero):
     """Set the keys of all experts outside the best groups below every other."""
     size = n // groups
     for i in range(groups):
         store(group_keys, i, _group_key(c, i * size, size, zero))
-    select_largest(group_keys, groups, group_k, top, where)
+    select_largest(group_keys, groups, group_k, top, where, spare, counts)
     for i in range(groups):
         store(group_keys, i, lowest_key(zero))
     for i in range(group_k):
@@ -155,11 +154,12 @@ def router_rows(
     bias = pointer(bias_address, zero)
     most = max(k, group_k)
     array, key_array = empty_work(2 * n + k, zero), empty_keys(n + groups + most, zero)
-    where_array = np.empty(most, np.int64)
+    where_array, counts = np.empty(2 * n, np.int64), np.empty(COUNTS, np.int64)
     s, c = pointer(array.ctypes.data, zero), pointer(array[n:].ctypes.data, zero)
     w = pointer(array[2 * n :].ctypes.data, zero)
     keys, group_keys = pointer(key_array.ctypes.data, key_zero), pointer(key_array[n:].ctypes.data, key_zero)
-    top, where = pointer(key_array[n + groups :].ctypes.data, key_zero), pointer(where_array.ctypes.data, np.int64(0))
+    top = pointer(key_array[n + groups :].ctypes.data, key_zero)
+    where, spare = pointer(where_array.ctypes.data, np.int64(0)), pointer(where_array[n:].ctypes.data, np.int64(0))
     for row in range(start, stop):
         xo = row_offset(row, shape, x_strides)
         wo, io = row_offset(row, shape, w_strides), row_offset(row, shape, i_strides)
@@ -173,8 +173,8 @@ def router_rows(
             chosen_by = c
         store_keys(chosen_by, n, keys)
         if groups > 1:
-            _mask_groups(chosen_by, keys, n, groups, group_k, group_keys, top, where, zero)
-        select_largest(keys, n, k, top, where)
+            _mask_groups(chosen_by, keys, n, groups, group_k, group_keys, top, where, spare, counts, zero)
+        select_largest(keys, n, k, top, where, spare, counts)
         for j in range(k):
             store(experts, io + j * i_stride, load(where, j))
             store(w, j, load(s, load(where, j)))

@@ -1,11 +1,16 @@
 """A token's scores in the work type, and sums over few terms."""
 
+from typing import Any
+
 import numpy as np
+from numba import types
+from numba.extending import overload
 
 from isograd.elementwise.numba_kernels import sigmoid_value
+from isograd.numerics import constants as c
 from isograd.numerics.numba_compile import device_function
 from isograd.numerics.numba_memory import load, store
-from isograd.numerics.numba_ops import from_key, is_finite, magnitude_key, max_key
+from isograd.numerics.numba_ops import from_key, is_finite, magnitude_key, max_key, pow2_32
 from isograd.numerics.numba_sum import (
     PARTIAL,
     block_magnitude,
@@ -15,7 +20,7 @@ from isograd.numerics.numba_sum import (
     special_value,
     sum_scale,
 )
-from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
+from isograd.numerics.numba_wide import add_limbs, limb_shift, term_bias, wide_to_float
 from isograd.softmax.numba_steps import (
     exponential_part,
     largest_quotient,
@@ -27,6 +32,8 @@ from isograd.softmax.numba_steps import (
     term_scale,
     work_nan,
 )
+
+_FORCE = {"forceinline": True}
 
 
 @device_function
@@ -92,6 +99,53 @@ def sigmoid_scores(x, n, zero):
     for i in range(n):
         s = sigmoid_value(load(x, i))
         store(x, i, s if s == s else work_nan(zero))
+
+
+def term_factors(key: Any) -> Any:
+    """`sum_scale` with an exponent of the key's width, which is what vectorises."""
+    raise NotImplementedError
+
+
+@overload(term_factors, jit_options=_FORCE)
+def _term_factors(key):
+    if key == types.int32:
+
+        def narrow_factors(key):
+            exponent = np.int32(max(np.int32(np.int32(key >> 23) - 127), np.int32(-126)))
+            total = np.int32(c.QUANTUM_BITS - c.LIMB_SHIFT_32 - exponent)
+            b = np.int32(min(total, np.int32(100)))
+            return pow2_32(np.int32(total - b)), pow2_32(b), np.int32(exponent - c.QUANTUM_BITS)
+
+        return narrow_factors
+    return lambda key: sum_scale(key)
+
+
+def finish_few(high: Any, low: Any, terms: Any, exponent: Any) -> Any:
+    """The sum of at most PARTIAL terms from their limbs, which carry the bias of each, in units of 2**exponent."""
+    raise NotImplementedError
+
+
+@overload(finish_few, jit_options=_FORCE)
+def _finish_few(high, low, terms, exponent):
+    if high == types.int32:
+
+        def narrow_sum(high, low, terms, exponent):
+            # At most 2**8 terms of 2**45: binary64 holds their sum exactly.
+            excess = np.int32(terms * term_bias(np.float32(0)))
+            h, v = np.float64(np.int32(high - excess)), np.float64(np.int32(low - excess))
+            s = np.float32(h * np.float64(1 << c.LIMB_SHIFT_32) + v)
+            half = np.int32(exponent >> 1)
+            return s * pow2_32(half) * pow2_32(np.int32(exponent - half))
+
+        return narrow_sum
+
+    def wide_sum(high, low, terms, exponent):
+        excess = terms * term_bias(np.float64(0))
+        shift = limb_shift(np.float64(0))
+        hi, lo = add_limbs(np.int64(0), np.uint64(0), high - excess, low - excess, shift)
+        return wide_to_float(hi, lo, exponent, np.float64(0))
+
+    return wide_sum
 
 
 @device_function

@@ -14,7 +14,9 @@ from isograd.numerics.numba_compile import device_function
 from isograd.numerics.numba_memory import load, store
 from isograd.numerics.numba_ops import max_key
 
-INSERTED = 48  # up to so many elements are kept sorted by insertion, more of them in a heap
+INSERTED = 48  # up to so many elements are kept sorted by insertion
+_LEADING = 11  # bits that tell which elements may be among many largest
+COUNTS = 1 << _LEADING
 _FORCE = {"forceinline": True}
 
 
@@ -58,56 +60,92 @@ def _insert(key, index, last, top, where):
     store(where, p, index)
 
 
-@device_function
-def _worse(top, where, i, j):
-    a, b = load(top, i), load(top, j)
-    return a < b or (a == b and load(where, i) > load(where, j))
+# --- many of them: what may belong to them is found by its leading bits and sorted by radix ---------------------------
+def _unsigned(key: Any) -> Any:
+    """Bits in the opposite order of the keys."""
+    raise NotImplementedError
+
+
+@overload(_unsigned, jit_options=_FORCE)
+def _unsigned_overload(key):
+    if key == types.int32:
+        return lambda key: np.uint64(np.int64(0x7FFFFFFF) - np.int64(key))
+    return lambda key: np.uint64(~key) ^ np.uint64(0x8000000000000000)
+
+
+def _key_bits(key: Any) -> Any:
+    raise NotImplementedError
+
+
+@overload(_key_bits, jit_options=_FORCE)
+def _key_bits_overload(key):
+    bits = 32 if key == types.int32 else 64
+    return lambda key: np.uint64(bits)
 
 
 @device_function
-def _sift(top, where, root, count):
-    """Restore the heap below `root`; the worst element is on top."""
-    while 2 * root + 1 < count:
-        child = 2 * root + 1
-        if child + 1 < count and _worse(top, where, child + 1, child):
-            child += 1
-        if not _worse(top, where, child, root):
-            break
-        _swap(top, where, child, root)
-        root = child
+def _candidates(keys, n, k, counts, where):
+    """Indices, in their order, of the elements whose leading bits are not above those of the k-th."""
+    shift = _key_bits(load(keys, 0)) - np.uint64(_LEADING)
+    counts[:] = 0
+    for j in range(n):
+        counts[_unsigned(load(keys, j)) >> shift] += 1
+    last, total = 0, counts[0]
+    while total < k:
+        last += 1
+        total += counts[last]
+    found = np.int64(0)
+    for j in range(n):
+        store(where, found, np.int64(j))
+        found += np.int64(1) if (_unsigned(load(keys, j)) >> shift) <= np.uint64(last) else np.int64(0)
+    return found
 
 
 @device_function
-def _swap(top, where, i, j):
-    key, index = load(top, i), load(where, i)
-    store(top, i, load(top, j))
-    store(where, i, load(where, j))
-    store(top, j, key)
-    store(where, j, index)
+def _radix_pass(keys, count, shift, counts, source, target):
+    """Sort indices by one byte of their keys, stably; whether they were moved."""
+    counts[:256] = 0
+    for j in range(count):
+        counts[(_unsigned(load(keys, load(source, j))) >> shift) & np.uint64(255)] += 1
+    total = 0
+    for digit in range(256):
+        if counts[digit] == count:
+            return False
+        total += counts[digit]
+        counts[digit] = total - counts[digit]
+    for j in range(count):
+        index = load(source, j)
+        digit = (_unsigned(load(keys, index)) >> shift) & np.uint64(255)
+        store(target, counts[digit], index)
+        counts[digit] += 1
+    return True
 
 
 @device_function
-def select_largest(keys, n, k, top, where):
-    """Indices of the k largest of n keys into `where`, their keys into `top`, the largest first."""
-    if k <= INSERTED:
+def _select_many(keys, n, k, where, spare, counts):
+    count = _candidates(keys, n, k, counts, where)
+    source, target, swapped = where, spare, False
+    for shift in range(0, np.int64(_key_bits(load(keys, 0))), 8):
+        if _radix_pass(keys, count, np.uint64(shift), counts, source, target):
+            source, target, swapped = target, source, not swapped
+    if swapped:
         for j in range(k):
-            _insert(load(keys, j), np.int64(j), np.int64(j), top, where)
-        least = load(top, k - 1)
-        for j in range(k, n):
-            if load(keys, j) > least:
-                _insert(load(keys, j), np.int64(j), np.int64(k - 1), top, where)
-                least = load(top, k - 1)
+            store(where, j, load(source, j))
+
+
+@device_function
+def select_largest(keys, n, k, top, where, spare, counts):
+    """Indices of the k largest of n keys into `where`, the largest first.
+
+    top: room for k keys. where, spare: room for n indices. counts: an array of COUNTS integers.
+    """
+    if k > INSERTED:
+        _select_many(keys, n, k, where, spare, counts)
         return
     for j in range(k):
-        store(top, j, load(keys, j))
-        store(where, j, np.int64(j))
-    for j in range(k // 2 - 1, -1, -1):
-        _sift(top, where, np.int64(j), k)
+        _insert(load(keys, j), np.int64(j), np.int64(j), top, where)
+    least = load(top, k - 1)
     for j in range(k, n):
-        if load(keys, j) > load(top, 0):
-            store(top, 0, load(keys, j))
-            store(where, 0, np.int64(j))
-            _sift(top, where, np.int64(0), k)
-    for count in range(k - 1, 0, -1):
-        _swap(top, where, np.int64(0), np.int64(count))
-        _sift(top, where, np.int64(0), count)
+        if load(keys, j) > least:
+            _insert(load(keys, j), np.int64(j), np.int64(k - 1), top, where)
+            least = load(top, k - 1)

@@ -16,6 +16,7 @@ Everything is computed in the work type (rule 1) and rounded to the storage type
     router_z_loss         RN(Σ_t RN(lse_t lse_t) / T), lse_t = log Σ_e exp(x_te)
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -128,7 +129,8 @@ def moe_router_backward(
 # --- renormalize -----------------------------------------------------------------------------------------------------
 def _sums(p: Array) -> Array:
     """Order-free sums over the last axis, which stays with size 1."""
-    return ref.order_free_sum(p.reshape(-1, p.shape[-1])).reshape(*p.shape[:-1], 1)
+    rows = p.reshape(math.prod(p.shape[:-1]), p.shape[-1])
+    return ref.order_free_sum(rows).reshape(*p.shape[:-1], 1)
 
 
 def _renormalize(w: Array) -> Array:

@@ -35,8 +35,8 @@ from isograd.tape.functions import (
     sqrt,
     sub,
     sum,  # noqa: A004 - NumPy's name
-    top_k,
     take_along_axis,
+    top_k,
     transpose,
 )
 from isograd.tape.recording import Tape
@@ -74,7 +74,7 @@ __all__ = [
     "sqrt",
     "sub",
     "sum",
-    "top_k",
     "take_along_axis",
+    "top_k",
     "transpose",
 ]

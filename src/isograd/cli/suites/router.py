@@ -230,7 +230,6 @@ def _rows_of(*names: str) -> Callable[[Case], Iterator[Change]]:
 
 def _layout(case: Case) -> Iterator[Change]:
     """The same values in Fortran order and in reversed memory."""
-
     names = tuple(name for name, a in case.inputs.items() if a.ndim)
 
     def backwards(a: Array) -> Array:

@@ -1,0 +1,499 @@
+"""How the router family's Triton kernels are configured and launched.
+
+Configurations follow written rules from shape, dtype and architecture; nothing is timed at run time, and no choice
+changes a bit. Leading dimensions are merged; where strides do not allow that, a copy is made.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from isograd import faults
+from isograd.reduction import cuda as reduction
+from isograd.router import triton_kernels, triton_moe
+from isograd.triton_launcher import Launcher, Specification, architecture, kept, power_of_two
+
+MOST_EXPERTS = 4096  # experts that one program holds
+_FEW_BINS = 4096  # experts that are counted block by block
+_TILE = 1024  # elements of a row that top_k holds
+_FAST_K = 128
+_MOST_SEPARATED = 31  # chosen experts of the short cut, one a lane and one for comparison
+
+
+class Tile(NamedTuple):
+    """Rows and columns of a program, columns of a thread and of an access, warps."""
+
+    block: int
+    rows: int
+    group: int
+    vector: int
+    warps: int
+
+    @property
+    def fixed(self) -> tuple[int, int, int, int]:
+        """The tile as kernels take it."""
+        return self.block, self.rows, self.group, self.vector
+
+
+def tile(n: int, itemsize: int) -> Tile:
+    """The tile for rows of n elements, each of them held by the threads of a warp, long ones by several warps."""
+    block = power_of_two(n)
+    if block <= 32:
+        return Tile(block, max(128 // block, 1), 1, 1, 4)
+    if block <= 1024:
+        group = block // 32
+        return Tile(block, 8 if block <= 256 else 4, group, min(16 // itemsize, group), 4)
+    return Tile(block, 1, 16, 16 // itemsize, block // 512)
+
+
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    """A tensor with its leading dimensions as one."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+class _Result:
+    """An output as a matrix: a view of it or, where its strides allow none, a new one that `done` copies back."""
+
+    def __init__(self, out: torch.Tensor) -> None:
+        self._out = out
+        shape = (math.prod(out.shape[:-1]), out.shape[-1])
+        try:
+            self.matrix = out.view(shape)
+        except RuntimeError:
+            self.matrix = torch.empty(shape, dtype=out.dtype, device=out.device)
+        self._viewed = self.matrix.data_ptr() == out.data_ptr()
+
+    def done(self) -> None:
+        if not self._viewed:
+            self._out.copy_(self.matrix.view(self._out.shape))
+
+
+def _aligned(matrix: torch.Tensor, native: int) -> bool:
+    """Whether the packed conversions of NVIDIA's kernels apply: they want pairs of neighbours."""
+    return native >= 90 and matrix.shape[1] > 1
+
+
+def _programs(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+def _scale(scale: float, dtype: torch.dtype) -> tuple[bool, float]:
+    """Whether there is one, and the factor in the work type."""
+    return scale != 1, scale if dtype == torch.float64 else float(np.float32(scale))
+
+
+# --- the router ------------------------------------------------------------------------------------------------------
+class RouterConfiguration(NamedTuple):
+    """The tile of a router, and whether the short cut for separated logits is taken."""
+
+    tile: Tile
+    separated: bool
+
+
+def router_configuration(n: int, k: int, itemsize: int, plain: bool) -> RouterConfiguration:
+    """The rule; plain: softmax scores without bias and groups."""
+    chosen = tile(n, itemsize)
+    separated = plain and itemsize < 8 and 128 <= chosen.block <= 1024 and k < n and k <= _MOST_SEPARATED
+    return RouterConfiguration(chosen, separated)
+
+
+class _Router(NamedTuple):
+    tokens: int
+    n: int
+    k: int
+    groups: int
+    group_k: int
+    strides: tuple[int, ...]  # of logits, weights and experts
+    bias_stride: int
+    dtype: torch.dtype
+    softmax: bool
+    has_bias: bool
+    renormalize: bool
+    scale: tuple[bool, float]
+    native: bool
+    config: RouterConfiguration
+
+
+def _exact(dtype: torch.dtype, low: int) -> bool:
+    """Whether a logit is known without the last `low` bits of its binary32 key."""
+    return low <= {torch.bfloat16: 16, torch.float16: 13}.get(dtype, 0)
+
+
+@kept
+def _router(p: _Router) -> Launcher:
+    t = p.config.tile
+    fixed = (p.renormalize, *p.scale, *t.fixed, p.native)
+    programs = _programs(p.tokens, t.rows)
+    if p.config.separated:
+        low = t.block.bit_length() - 1
+        tail = (p.tokens, p.n, *p.strides, p.k, power_of_two(p.k), low, _exact(p.dtype, low), *fixed)
+        return Launcher(triton_kernels.router_separated, Specification(tail, programs, t.warps))
+    sizes = (p.tokens, p.n, p.k, p.groups, p.group_k, *p.strides[:2], p.bias_stride, *p.strides[2:])
+    flags = (power_of_two(p.k), power_of_two(p.groups) if p.groups > 1 else 1, p.softmax, p.has_bias)
+    return Launcher(triton_kernels.router_tile, Specification((*sizes, *flags, *fixed), programs, t.warps))
+
+
+def moe_router(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    *,
+    softmax: bool = True,
+    renormalize: bool = False,
+    groups: int = 1,
+    group_k: int = 1,
+    scale: float = 1.0,
+    config: RouterConfiguration | None = None,
+) -> None:
+    """Fill weights and experts; `config` overrides the rule."""
+    if weights.numel() == 0:
+        return
+    x, w, i = _matrix(logits), _Result(weights), _Result(experts)
+    n, k = x.shape[1], weights.shape[-1]
+    if config is None:
+        config = router_configuration(n, k, x.element_size(), softmax and bias is None and groups == 1)
+    problem = _Router(
+        len(x),
+        n,
+        k,
+        groups,
+        group_k,
+        (*x.stride(), *w.matrix.stride(), *i.matrix.stride()),
+        0 if bias is None else bias.stride(0),
+        x.dtype,
+        softmax,
+        bias is not None,
+        renormalize,
+        _scale(scale, weights.dtype),
+        _aligned(x, architecture(x)),
+        config,
+    )
+    launcher = _router(problem)
+    if config.separated:
+        launcher(x, w.matrix, i.matrix)
+    else:
+        launcher(x, x if bias is None else bias, w.matrix, i.matrix)
+    w.done()
+    i.done()
+
+
+class _Backward(NamedTuple):
+    tokens: int
+    n: int
+    k: int
+    code: int
+    strides: tuple[int, ...]  # of dweights, logits, experts and dlogits
+    dtypes: tuple[torch.dtype, ...]
+    softmax: bool
+    renormalize: bool
+    scale: tuple[bool, float]
+    native: bool
+    tile: Tile
+
+
+@kept
+def _router_backward(p: _Backward) -> Launcher:
+    flags = (power_of_two(p.k), p.softmax, p.renormalize, *p.scale, *p.tile.fixed, p.native)
+    tail = (p.tokens, p.n, p.k, p.code, *p.strides, *flags)
+    specification = Specification(tail, _programs(p.tokens, p.tile.rows), p.tile.warps)
+    return Launcher(triton_kernels.router_backward, specification)
+
+
+def moe_router_backward(
+    dweights: torch.Tensor,
+    logits: torch.Tensor,
+    experts: torch.Tensor,
+    dlogits: torch.Tensor,
+    *,
+    softmax: bool = True,
+    renormalize: bool = False,
+    scale: float = 1.0,
+    config: Tile | None = None,
+) -> None:
+    """Fill dlogits, which may be the logits; `config` overrides the rule."""
+    if dlogits.numel() == 0:
+        return
+    g, x, i, out = _matrix(dweights), _matrix(logits), _matrix(experts), _Result(dlogits)
+    problem = _Backward(
+        len(x),
+        x.shape[1],
+        i.shape[1],
+        faults.code("moe_router_backward", "experts", False),
+        (*g.stride(), *x.stride(), *i.stride(), *out.matrix.stride()),
+        (x.dtype, i.dtype),
+        softmax,
+        renormalize,
+        _scale(scale, dweights.dtype),
+        _aligned(x, architecture(x)),
+        tile(x.shape[1], x.element_size()) if config is None else config,
+    )
+    _router_backward(problem)(g, x, i, out.matrix, faults.flag(x.device))
+    out.done()
+    faults.after_launch(x.device)
+
+
+# --- top_k and renormalize -------------------------------------------------------------------------------------------
+@kept
+def _top_k(tokens: int, n: int, k: int, strides: tuple[int, ...], dtype: torch.dtype, native: bool) -> Launcher:
+    t = tile(n, dtype.itemsize)
+    tail = (tokens, n, k, *strides, power_of_two(k), *t.fixed, native)
+    return Launcher(triton_kernels.top_k_tile, Specification(tail, _programs(tokens, t.rows), t.warps))
+
+
+@kept
+def _descending_keys(count: int, dtype: torch.dtype) -> Launcher:
+    return Launcher(triton_kernels.descending_keys, Specification((count, 1024), _programs(count, 1024)))
+
+
+def top_k(x: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, axis: int) -> None:
+    """Fill values and indices; long rows and many elements of one go by way of a stable sort."""
+    if values.numel() == 0:
+        return
+    rows = _matrix(x.movedim(axis, -1))
+    v, i = _Result(values.movedim(axis, -1)), _Result(indices.movedim(axis, -1))
+    n, k = rows.shape[1], values.shape[axis]
+    if power_of_two(n) <= _TILE and k <= _FAST_K:
+        strides = (*rows.stride(), *v.matrix.stride(), *i.matrix.stride())
+        _top_k(len(rows), n, k, strides, x.dtype, _aligned(rows, architecture(x)))(rows, v.matrix, i.matrix)
+    else:
+        rows = rows.contiguous()
+        keys = torch.empty(rows.shape, dtype=torch.int64 if x.dtype == torch.float64 else torch.int32, device=x.device)
+        _descending_keys(rows.numel(), x.dtype)(rows, keys)
+        order = torch.sort(keys, dim=1, stable=True).indices[:, :k]
+        i.matrix.copy_(order)
+        # Through integers, so that every bit is kept.
+        integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+        v.matrix.view(integer).copy_(rows.view(integer).gather(1, order))
+    v.done()
+    i.done()
+
+
+@kept
+def _renormalize(tokens: int, n: int, strides: tuple[int, ...], dtype: torch.dtype, backward: bool) -> Launcher:
+    block = power_of_two(n)
+    rows = max(min(1024 // block, 128), 1)
+    warps = min(max(block * rows // 256, 1), 16)
+    tail = (tokens, n, *strides, backward, block, rows)
+    return Launcher(triton_kernels.renormalize_tile, Specification(tail, _programs(tokens, rows), warps))
+
+
+def renormalize(w: torch.Tensor, out: torch.Tensor, axis: int, dt: torch.Tensor | None = None) -> None:
+    """Fill out, which may be w or dt, with the renormalized w or, where dt is given, the gradient."""
+    if out.numel() == 0:
+        return
+    rows, result = _matrix(w.movedim(axis, -1)), _Result(out.movedim(axis, -1))
+    g = rows if dt is None else _matrix(dt.movedim(axis, -1))
+    strides = (*g.stride(), *rows.stride(), *result.matrix.stride())
+    _renormalize(len(rows), rows.shape[1], strides, w.dtype, dt is not None)(g, rows, result.matrix)
+    result.done()
+
+
+# --- permutation -----------------------------------------------------------------------------------------------------
+_BLOCK = 128  # entries of a block of the counting sort
+
+
+@kept
+def _rank(count: int, bound: int, code: int, dtype: torch.dtype) -> Launcher:
+    return Launcher(triton_moe.rank_entries, Specification((count, bound, code, _BLOCK), _programs(count, _BLOCK), 8))
+
+
+@kept
+def _scan_blocks(blocks: int, bins: int) -> Launcher:
+    return Launcher(triton_moe.scan_blocks, Specification((blocks, bins, 128, 16), _programs(bins, 16)))
+
+
+@kept
+def _scan_experts(bins: int, stride: int) -> Launcher:
+    return Launcher(triton_moe.scan_experts, Specification((bins, stride, min(power_of_two(bins), 1024)), 1))
+
+
+@kept
+def _place(count: int, bound: int, stride: int, dtype: torch.dtype) -> Launcher:
+    return Launcher(triton_moe.place_entries, Specification((count, bound, stride, _BLOCK), _programs(count, _BLOCK)))
+
+
+class _Counted(NamedTuple):
+    experts: torch.Tensor
+    ranks: torch.Tensor
+    counts: torch.Tensor
+    totals: torch.Tensor  # [bound + 1] int64, the last of them entries out of range
+
+
+def _count(operation: str, experts: torch.Tensor, bound: int) -> _Counted:
+    flat, device = experts.reshape(-1), experts.device
+    flat = flat.contiguous()
+    count, blocks = flat.numel(), max(_programs(flat.numel(), _BLOCK), 1)
+    ranks = torch.empty(count, dtype=torch.int32, device=device)
+    counts = torch.zeros(blocks, bound + 1, dtype=torch.int32, device=device)
+    totals = torch.empty(bound + 1, dtype=torch.int64, device=device)
+    if count:
+        code = faults.code(operation, "experts", False)
+        _rank(count, bound, code, flat.dtype)(flat, ranks, counts, faults.flag(device))
+    _scan_blocks(blocks, bound + 1)(counts, totals)
+    return _Counted(flat, ranks, counts, totals)
+
+
+def expert_counts(experts: torch.Tensor, counts: torch.Tensor) -> None:
+    """Fill counts."""
+    counts.copy_(_count("expert_counts", experts, counts.numel()).totals[:-1])
+    faults.after_launch(experts.device)
+
+
+def expert_permutation(experts: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> None:
+    """Fill order and offsets; entries out of range come last."""
+    bound = offsets.numel() - 1
+    counted = _count("expert_permutation", experts, bound)
+    starts = torch.empty(bound + 1, dtype=torch.int64, device=experts.device)
+    _scan_experts(bound + 1, offsets.stride(0))(counted.totals, starts, offsets)
+    if order.numel():
+        place = _place(order.numel(), bound, order.stride(0), counted.experts.dtype)
+        place(counted.experts, counted.ranks, counted.counts, starts, order)
+    faults.after_launch(experts.device)
+
+
+@kept
+def _permute(count: int, k: int, width: int, code: int, strides: tuple[int, ...], dtype: torch.dtype) -> Launcher:
+    block = min(power_of_two(width), 2048 // dtype.itemsize * 2)
+    rows = max(1024 // block, 1)
+    tail = (count, k, width, code, *strides, rows, block)
+    return Launcher(triton_moe.permute_rows, Specification(tail, _programs(count, rows) * _programs(width, block)))
+
+
+def moe_permute(x: torch.Tensor, order: torch.Tensor, y: torch.Tensor, k: int) -> None:
+    """Fill y with the tokens' rows."""
+    if y.numel():
+        code = faults.code("moe_permute", "order", False)
+        strides = (*x.stride(), order.stride(0), *y.stride())
+        _permute(order.numel(), k, x.shape[1], code, strides, x.dtype)(x, order, y, faults.flag(x.device))
+        faults.after_launch(x.device)
+
+
+@kept
+def _invert(count: int, code: int, stride: int) -> Launcher:
+    return Launcher(triton_moe.invert_order, Specification((count, code, stride, 256), _programs(count, 256)))
+
+
+def _inverse(operation: str, order: torch.Tensor) -> torch.Tensor:
+    positions = torch.full((order.numel(),), -1, dtype=torch.int64, device=order.device)
+    code = faults.code(operation, "order", False)
+    _invert(order.numel(), code, order.stride(0))(order, positions, faults.flag(order.device))
+    return positions
+
+
+@kept
+def _combine(tokens: int, k: int, width: int, strides: tuple[int, ...], dtype: torch.dtype, weighted: bool) -> Launcher:
+    kb = min(power_of_two(k), 16)
+    block = min(power_of_two(width), max((2048 if dtype.itemsize == 8 else 4096) // kb, 1))
+    tail = (k, width, *strides, kb, block, k <= kb, weighted)
+    return Launcher(triton_moe.combine_rows, Specification(tail, tokens * _programs(width, block)))
+
+
+def moe_combine(
+    operation: str, rows: torch.Tensor, weights: torch.Tensor | None, order: torch.Tensor, y: torch.Tensor
+) -> None:
+    """Fill y with the sums of the tokens' rows, weighted where there are weights."""
+    if y.numel() == 0:
+        return
+    tokens, width = y.shape
+    positions = _inverse(operation, order)
+    w = rows if weights is None else weights
+    strides = (*rows.stride(), *w.stride(), *y.stride())
+    launcher = _combine(tokens, order.numel() // tokens, width, strides, rows.dtype, weights is not None)
+    launcher(rows, w, positions, y)
+    faults.after_launch(rows.device)
+
+
+@kept
+def _combine_backward(entries: int, k: int, width: int, strides: tuple[int, ...], dtype: torch.dtype) -> Launcher:
+    block = min(power_of_two(width), 4096)
+    tail = (k, width, *strides, block, width <= block)
+    return Launcher(triton_moe.combine_backward, Specification(tail, entries, min(max(block // 256, 1), 8)))
+
+
+def moe_combine_backward(
+    dy: torch.Tensor,
+    expert_out: torch.Tensor,
+    weights: torch.Tensor,
+    order: torch.Tensor,
+    d_expert_out: torch.Tensor,
+    dweights: torch.Tensor,
+) -> None:
+    """Fill d_expert_out, which may be expert_out, and dweights."""
+    if order.numel() == 0:
+        return
+    positions = _inverse("moe_combine_backward", order)
+    strides = tuple(s for t in (dy, expert_out, weights, d_expert_out, dweights) for s in t.stride())
+    launcher = _combine_backward(order.numel(), weights.shape[1], dy.shape[1], strides, expert_out.dtype)
+    launcher(dy, expert_out, weights, positions, d_expert_out, dweights)
+    faults.after_launch(dy.device)
+
+
+# --- auxiliary losses ------------------------------------------------------------------------------------------------
+@kept
+def _balance(n: int, entries: int, dtype: torch.dtype) -> Launcher:
+    return Launcher(triton_moe.balance, Specification((n, entries, power_of_two(n)), 1))
+
+
+def load_balancing_loss(probabilities: torch.Tensor, experts: torch.Tensor, loss: torch.Tensor) -> None:
+    """Fill the loss."""
+    n = probabilities.shape[-1]
+    totals = _count("load_balancing_loss", experts, n).totals
+    means = reduction.mean(_matrix(probabilities).to(loss.dtype), 0)
+    _balance(n, experts.numel(), loss.dtype)(totals, means, loss)
+    faults.after_launch(loss.device)
+
+
+@kept
+def _balance_backward(
+    tokens: int, n: int, entries: int, strides: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+) -> Launcher:
+    block = min(power_of_two(n), 1024)
+    rows = max(4096 // block, 1)
+    tail = (tokens, n, entries, *strides, rows, block)
+    specification = Specification(tail, _programs(tokens, rows) * _programs(n, block))
+    return Launcher(triton_moe.balance_backward, specification)
+
+
+def load_balancing_loss_backward(dloss: torch.Tensor, experts: torch.Tensor, dprobabilities: torch.Tensor) -> None:
+    """Fill dprobabilities."""
+    n = dprobabilities.shape[-1]
+    totals = _count("load_balancing_loss_backward", experts, n).totals
+    if dprobabilities.numel():
+        out = _Result(dprobabilities)
+        key = (len(out.matrix), n, experts.numel(), out.matrix.stride(), (dloss.dtype, out.matrix.dtype))
+        _balance_backward(*key)(totals, dloss, out.matrix)
+        out.done()
+    faults.after_launch(dloss.device)
+
+
+@kept
+def _z_loss(
+    tokens: int, n: int, strides: tuple[int, ...], dtype: torch.dtype, backward: bool, native: bool
+) -> Launcher:
+    t = tile(n, dtype.itemsize)
+    tail = (tokens, n, *strides, backward, *t.fixed, native)
+    return Launcher(triton_moe.z_loss_rows, Specification(tail, _programs(tokens, t.rows), t.warps))
+
+
+def router_z_loss(logits: torch.Tensor, loss: torch.Tensor) -> None:
+    """Fill the loss."""
+    x = _matrix(logits)
+    squares = torch.empty(len(x), dtype=loss.dtype, device=x.device)
+    if len(x):
+        launcher = _z_loss(len(x), x.shape[1], (*x.stride(), 1, 1), x.dtype, False, _aligned(x, architecture(x)))
+        launcher(x, squares, squares)
+    loss.copy_(reduction.mean(squares))
+
+
+def router_z_loss_backward(dloss: torch.Tensor, logits: torch.Tensor, dlogits: torch.Tensor) -> None:
+    """Fill dlogits, which may be the logits."""
+    if dlogits.numel() == 0:
+        return
+    x, out = _matrix(logits), _Result(dlogits)
+    strides = (*x.stride(), *out.matrix.stride())
+    launcher = _z_loss(len(x), x.shape[1], strides, x.dtype, True, _aligned(x, architecture(x)))
+    launcher(x, dloss, out.matrix)
+    out.done()

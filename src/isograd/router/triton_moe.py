@@ -1,0 +1,315 @@
+# ruff: noqa: N803
+# A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
+"""Sorting entries by expert, moving the tokens' rows there and back, and the auxiliary losses in Triton.
+
+Sorting is a counting sort in three kernels without atomics. `rank_entries` gives every entry its rank among those of
+its expert in its block, and every block its counts; `scan_blocks` turns the counts of an expert into what all blocks
+before hold, and into a total; `place_entries` adds an expert's start, the block's and the rank. Entries that are out of
+range count as those of one more expert, the last.
+"""
+
+import triton
+import triton.language as tl
+
+from isograd.numerics import triton_ops as ops
+from isograd.numerics import triton_sum as sums
+from isograd.numerics import triton_terms as terms
+from isograd.numerics.triton_memory import as_bits, in_range, nan_bits, report, wide_int
+from isograd.router import triton_select as pieces
+from isograd.softmax import triton_rows as rows
+
+
+# --- counting sort ---------------------------------------------------------------------------------------------------
+@triton.jit
+def rank_entries(experts_ptr, ranks_ptr, counts_ptr, flag_ptr, count, bound, code, BLOCK: tl.constexpr):
+    """Ranks [count] int32; counts [blocks, bound + 1] int32, zero before."""
+    block = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    entry = block * BLOCK + i
+    inside = entry < count
+    index = tl.load(experts_ptr + entry, mask=inside, other=0).to(tl.int64)
+    valid, at = in_range(index, bound, False)
+    report(flag_ptr, code, inside & (valid == 0), entry, index, bound)
+    expert = tl.where(inside, tl.where(valid, at, wide_int(bound)), -1).to(tl.int32)
+    # The same values along the other axis; a transposition would go through memory as well.
+    j = block * BLOCK + tl.arange(0, BLOCK)
+    other = tl.load(experts_ptr + j, mask=j < count, other=0).to(tl.int64)
+    valid, at = in_range(other, bound, False)
+    other = tl.where(j < count, tl.where(valid, at, wide_int(bound)), -1).to(tl.int32)
+    same = (expert[:, None] == other[None, :]).to(tl.int32)
+    before = tl.sum(tl.where(tl.arange(0, BLOCK)[None, :] < i[:, None], same, 0), axis=1)
+    every = tl.sum(same, axis=1)
+    tl.store(ranks_ptr + entry, before, mask=inside)
+    tl.store(counts_ptr + block * (wide_int(bound) + 1) + expert, every, mask=inside & (before == every - 1))
+
+
+@triton.jit
+def scan_blocks(counts_ptr, totals_ptr, blocks, bins, BLOCK: tl.constexpr, BINS: tl.constexpr):
+    """Counts [blocks, bins] become exclusive sums over the blocks; totals [bins] int64."""
+    bin_ = tl.program_id(0).to(tl.int64) * BINS + tl.arange(0, BINS)
+    total = tl.zeros((BINS,), tl.int32)
+    for start in range(0, blocks, BLOCK):
+        b = start + tl.arange(0, BLOCK).to(tl.int64)
+        pointers = counts_ptr + b[:, None] * bins + bin_[None, :]
+        mask = (b < blocks)[:, None] & (bin_ < bins)[None, :]
+        c = tl.load(pointers, mask=mask, other=0)
+        tl.store(pointers, tl.cumsum(c, 0) - c + total[None, :], mask=mask)
+        total += tl.sum(c, axis=0)
+    tl.store(totals_ptr + bin_, total.to(tl.int64), mask=bin_ < bins)
+
+
+@triton.jit
+def scan_experts(totals_ptr, starts_ptr, offsets_ptr, bins, offsets_stride, BLOCK: tl.constexpr):
+    """Starts [bins]: where every expert begins; offsets are the same without what follows the last but one."""
+    before = tl.zeros((), tl.int64)
+    for start in range(0, bins, BLOCK):
+        e = start + tl.arange(0, BLOCK).to(tl.int64)
+        c = tl.load(totals_ptr + e, mask=e < bins, other=0)
+        begin = before + tl.cumsum(c, 0) - c
+        tl.store(starts_ptr + e, begin, mask=e < bins)
+        tl.store(offsets_ptr + e * offsets_stride, begin, mask=e < bins)
+        before += tl.sum(c, axis=0)
+
+
+@triton.jit
+def place_entries(
+    experts_ptr, ranks_ptr, counts_ptr, starts_ptr, order_ptr, count, bound, order_stride, BLOCK: tl.constexpr
+):
+    """order[p] = the entry that comes to p."""
+    block = tl.program_id(0).to(tl.int64)
+    entry = block * BLOCK + tl.arange(0, BLOCK)
+    inside = entry < count
+    index = tl.load(experts_ptr + entry, mask=inside, other=0).to(tl.int64)
+    valid, at = in_range(index, bound, False)
+    expert = tl.where(valid, at, wide_int(bound))
+    place = tl.load(starts_ptr + expert, mask=inside, other=0)
+    place += tl.load(counts_ptr + block * (wide_int(bound) + 1) + expert, mask=inside, other=0)
+    place += tl.load(ranks_ptr + entry, mask=inside, other=0)
+    tl.store(order_ptr + place * order_stride, entry, mask=inside)
+
+
+# --- rows of tokens and of entries -----------------------------------------------------------------------------------
+@triton.jit
+def permute_rows(
+    x_ptr, order_ptr, y_ptr, flag_ptr, count, k, width, code, x_row, x_column, order_stride, y_row, y_column,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """y[i] = x[order[i] // k], NaN where the order is out of range."""
+    pid = tl.program_id(0).to(tl.int64)
+    parts = tl.cdiv(width, BLOCK)
+    block = pid // parts
+    column = ((pid - block * parts) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    i = block * ROWS + tl.arange(0, ROWS)
+    inside = i < count
+    index = tl.load(order_ptr + i * order_stride, mask=inside, other=0)
+    valid, at = in_range(index, count, False)
+    mask = inside[:, None] & (column < width)
+    pointers = as_bits(x_ptr) + (at // k)[:, None] * x_row + column * x_column
+    bits = tl.load(pointers, mask=mask & valid[:, None], other=0)
+    bits = tl.where(valid[:, None], bits, nan_bits(y_ptr.dtype.element_ty))
+    tl.store(as_bits(y_ptr) + i[:, None] * y_row + column * y_column, bits, mask=mask)
+    report(flag_ptr, code, inside & (valid == 0), i, index, count)
+
+
+@triton.jit
+def invert_order(order_ptr, positions_ptr, flag_ptr, count, code, order_stride, BLOCK: tl.constexpr):
+    """positions[order[i]] = i; -1, which stands there before, stays where no entry comes from."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < count
+    index = tl.load(order_ptr + i * order_stride, mask=inside, other=0)
+    valid, at = in_range(index, count, False)
+    tl.store(positions_ptr + at, i, mask=inside & valid)
+    report(flag_ptr, code, inside & (valid == 0), i, index, count)
+
+
+@triton.jit
+def _terms(
+    x_ptr, w_ptr, positions_ptr, t, first, k, column, width, x_row, x_column, w_row, w_column,
+    KB: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """[KB, BLOCK] terms of a token's entries from `first` on; NaN for an entry that no row belongs to."""
+    e = first + tl.arange(0, KB).to(tl.int64)
+    at = tl.load(positions_ptr + t * k + e, mask=e < k, other=0)
+    mask = ((e < k) & (at >= 0))[:, None] & (column < width)[None, :]
+    x = ops.widen(tl.load(x_ptr + at[:, None] * x_row + column[None, :] * x_column, mask=mask, other=0.0), False)
+    x = tl.where((at >= 0)[:, None], x, float("nan"))
+    if WEIGHTED:
+        x = tl.load(w_ptr + t * w_row + e * w_column, mask=e < k, other=0.0)[:, None] * x
+    return tl.where((e < k)[:, None], x, 0.0)
+
+
+@triton.jit
+def combine_rows(
+    x_ptr, w_ptr, positions_ptr, y_ptr, k, width, x_row, x_column, w_row, w_column, y_row, y_column,
+    KB: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """y[t] = Σ_i w[t, i] x[positions[t k + i]], without weights the sum of the rows. HELD: KB holds all k of them."""
+    pid = tl.program_id(0).to(tl.int64)
+    parts = tl.cdiv(width, BLOCK)
+    t = pid // parts
+    column = (pid - t * parts) * BLOCK + tl.arange(0, BLOCK)
+    p = _terms(
+        x_ptr, w_ptr, positions_ptr, t, 0, k, column, width, x_row, x_column, w_row, w_column, KB, WEIGHTED
+    )  # fmt: skip
+    key = tl.max(terms.term_key(p), axis=0)
+    if not HELD:
+        for first in range(KB, k, KB):
+            more = _terms(
+                x_ptr, w_ptr, positions_ptr, t, first, k, column, width, x_row, x_column, w_row, w_column, KB, WEIGHTED
+            )  # fmt: skip
+            key = tl.maximum(key, tl.max(terms.term_key(more), axis=0))
+    exponent, scale, magic, low_scale = sums.term_scale(key)
+    a, b = terms.term_parts(p, scale[None, :], magic[None, :], low_scale[None, :])
+    a, b, special = tl.sum(a, axis=0), tl.sum(b, axis=0), tl.sum(terms.special_terms(p), axis=0)
+    if not HELD:
+        for first in range(KB, k, KB):
+            more = _terms(
+                x_ptr, w_ptr, positions_ptr, t, first, k, column, width, x_row, x_column, w_row, w_column, KB, WEIGHTED
+            )  # fmt: skip
+            more_a, more_b = terms.term_parts(more, scale[None, :], magic[None, :], low_scale[None, :])
+            a += tl.sum(more_a, axis=0)
+            b += tl.sum(more_b, axis=0)
+            special += tl.sum(terms.special_terms(more), axis=0)
+    s = terms.sum_of_parts(a, b, exponent, special, key)
+    y = ops.narrow(s, y_ptr.dtype.element_ty, False)
+    tl.store(y_ptr + t * y_row + column * y_column, y, mask=column < width)
+
+
+@triton.jit
+def _products(dy_ptr, x_ptr, t, at, column, width, dy_row, dy_column, x_row, x_column):
+    """(dy of a token, its products with a row)."""
+    mask = column < width
+    g = ops.widen(tl.load(dy_ptr + t * dy_row + column * dy_column, mask=mask, other=0.0), False)
+    x = ops.widen(tl.load(x_ptr + at * x_row + column * x_column, mask=mask & (at >= 0), other=0.0), False)
+    return g, tl.where(mask, g * tl.where(at >= 0, x, float("nan")), 0.0)
+
+
+@triton.jit
+def combine_backward(
+    dy_ptr, x_ptr, w_ptr, positions_ptr, dx_ptr, dw_ptr, k, width, dy_row, dy_column, x_row, x_column, w_row, w_column,
+    dx_row, dx_column, dw_row, dw_column, BLOCK: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """One entry a program: dx[p] = w dy[t] and dw = Σ_d dy[t] x[p], p the entry's position. HELD: BLOCK holds a row."""
+    entry = tl.program_id(0).to(tl.int64)
+    t = entry // k
+    e = entry - t * k
+    at = tl.load(positions_ptr + entry)
+    w = tl.load(w_ptr + t * w_row + e * w_column)
+    column = tl.arange(0, BLOCK).to(tl.int64)
+    g, p = _products(dy_ptr, x_ptr, t, at, column, width, dy_row, dy_column, x_row, x_column)
+    key = terms.term_key(p)
+    if not HELD:
+        for start in range(BLOCK, width, BLOCK):
+            _, more = _products(dy_ptr, x_ptr, t, at, column + start, width, dy_row, dy_column, x_row, x_column)
+            key = tl.maximum(key, terms.term_key(more))
+    key = tl.max(key, axis=0)
+    exponent, scale, magic, low_scale = sums.term_scale(key)
+    a, b = terms.term_parts(p, scale, magic, low_scale)
+    special = terms.special_terms(p)
+    dx = dx_ptr + at * dx_row
+    mask = (column < width) & (at >= 0)
+    tl.store(dx + column * dx_column, ops.narrow(w * g, dx_ptr.dtype.element_ty, False), mask=mask)
+    if not HELD:
+        for start in range(BLOCK, width, BLOCK):
+            g, p = _products(dy_ptr, x_ptr, t, at, column + start, width, dy_row, dy_column, x_row, x_column)
+            more_a, more_b = terms.term_parts(p, scale, magic, low_scale)
+            a += more_a
+            b += more_b
+            special += terms.special_terms(p)
+            mask = (column + start < width) & (at >= 0)
+            y = ops.narrow(w * g, dx_ptr.dtype.element_ty, False)
+            tl.store(dx + (column + start) * dx_column, y, mask=mask)
+    a, b, special = tl.sum(a, axis=0), tl.sum(b, axis=0), tl.sum(special, axis=0)
+    lane = tl.arange(0, 1)
+    total = terms.sum_of_parts(
+        tl.zeros((1,), tl.int64) + a,
+        tl.zeros((1,), tl.int64) + b,
+        tl.zeros((1,), exponent.dtype) + exponent,
+        tl.zeros((1,), special.dtype) + special,
+        tl.zeros((1,), key.dtype) + key,
+    )
+    tl.store(dw_ptr + t * dw_row + e * dw_column + lane, ops.narrow(total, dw_ptr.dtype.element_ty, False))
+
+
+# --- auxiliary losses ------------------------------------------------------------------------------------------------
+@triton.jit
+def balance(totals_ptr, means_ptr, loss_ptr, n, entries, BLOCK: tl.constexpr):
+    """N Σ f P from the experts' counts and mean probabilities; NaN where an expert was out of range (bin n)."""
+    e = tl.arange(0, BLOCK)[:, None]
+    mask = e < n
+    dtype: tl.constexpr = loss_ptr.dtype.element_ty
+    f = ops.divide(
+        tl.load(totals_ptr + e, mask=mask, other=0).to(dtype), tl.zeros((BLOCK, 1), dtype) + wide_int(entries).to(dtype)
+    )
+    terms_ = tl.where(mask, f * tl.load(means_ptr + e, mask=mask, other=0.0), 0.0)
+    total = pieces.lane_sum(terms_) * wide_int(n).to(dtype)
+    total = tl.where(tl.load(totals_ptr + n) > 0, float("nan"), total)
+    one = tl.arange(0, 1)[None, :]
+    tl.store(loss_ptr + one, ops.narrow(total, dtype, False))
+
+
+@triton.jit
+def balance_backward(
+    totals_ptr, dloss_ptr, out_ptr, tokens, n, entries, out_row, out_column, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Dloss n f / tokens in every row; NaN where an expert was out of range."""
+    dtype: tl.constexpr = dloss_ptr.dtype.element_ty
+    pid = tl.program_id(0).to(tl.int64)
+    parts = tl.cdiv(n, BLOCK)
+    block = pid // parts
+    e = (pid - block * parts) * BLOCK + tl.arange(0, BLOCK)
+    f = ops.divide(
+        tl.load(totals_ptr + e, mask=e < n, other=0).to(dtype), tl.zeros((BLOCK,), dtype) + wide_int(entries).to(dtype)
+    )
+    g = tl.load(dloss_ptr) * wide_int(n).to(dtype)
+    y = ops.divide(g * f, tl.zeros((BLOCK,), dtype) + wide_int(tokens).to(dtype))
+    y = tl.where(tl.load(totals_ptr + n) > 0, float("nan"), y)
+    y = ops.narrow(y, out_ptr.dtype.element_ty, False)[None, :]
+    row = (block * ROWS + tl.arange(0, ROWS))[:, None]
+    mask = (row < tokens) & (e < n)[None, :]
+    y = tl.broadcast_to(y, (ROWS, BLOCK))
+    tl.store(out_ptr + row * out_row + e[None, :] * out_column, y, mask=mask)
+
+
+@triton.jit
+def z_loss_rows(
+    x_ptr,
+    dloss_ptr,
+    out_ptr,
+    tokens,
+    n,
+    x_row,
+    x_column,
+    out_row,
+    out_column,
+    BACKWARD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    V: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """The squared logsumexp of every row in the work type, or the gradient of the mean of them."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = pieces.columns(BLOCK, GROUP, V)
+    mask = (row < tokens)[None, :, None, None] & (column < n)
+    pointers = x_ptr + pieces.broad(row * x_row) + column.to(tl.int64) * x_column
+    x = ops.widen(tl.load(pointers, mask=mask, other=float("-inf")), NATIVE)
+    wide: tl.constexpr = x.dtype == tl.float64
+    m, valid, base, floor, bias, hi, lo = pieces.row_factors(x, NATIVE)
+    top, middle, low = rows.log_sum(
+        hi, lo, m, base, floor, bias, valid, False, False, wide, x.dtype, NATIVE
+    )  # fmt: skip
+    lse = tl.where(valid, top + (middle + low), m)
+    if BACKWARD:
+        count = tl.zeros((ROWS,), x.dtype) + wide_int(tokens).to(x.dtype)
+        factor = ops.divide((lse + lse) * tl.load(dloss_ptr), count)
+        r, r_low = rows.softmax_factors(hi, lo, valid, False, False, wide, x.dtype)
+        e, _ = rows.exponential(x, pieces.broad(base), pieces.broad(floor), pieces.broad(bias), False)
+        e = rows.mark_largest(e, x, pieces.broad(m), False, NATIVE)
+        largest = rows.largest_output(m, base, floor, bias, r, r_low, valid, False)
+        p = rows.softmax_output(e, pieces.broad(r), pieces.broad(r_low), pieces.broad(largest), False)
+        y = ops.narrow(pieces.broad(factor) * p, out_ptr.dtype.element_ty, NATIVE)
+        tl.store(out_ptr + pieces.broad(row * out_row) + column.to(tl.int64) * out_column, y, mask=mask)
+    else:
+        tl.store(out_ptr + row, ops.narrow(lse * lse, out_ptr.dtype.element_ty, False), mask=row < tokens)

@@ -1,0 +1,286 @@
+# ruff: noqa: N803, RET505
+# A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
+"""Pieces of the router's Triton kernels: a token's scores, the largest of them, sums over the chosen ones.
+
+A tile has the shape [q, rows, p, v] of `softmax/triton_rows.py`: the experts of a token over q threads, p accesses of
+each, v experts of an access. What concerns the chosen experts alone has the shape [lanes, rows].
+"""
+
+import triton
+import triton.language as tl
+
+from isograd.numerics import triton_ops as ops
+from isograd.numerics import triton_sum as sums
+from isograd.numerics import triton_terms as terms
+from isograd.softmax import triton_rows as rows
+
+LOWEST_32, LOWEST_64 = tl.constexpr(-0x80000000), tl.constexpr(-0x8000000000000000)
+_FAR = tl.constexpr(0x7FFFFFFF)
+_MAGIC_BITS_32 = ops.MAGIC_BITS_32
+
+
+@triton.jit
+def broad(v):
+    """A value a row as a tile."""
+    return v[None, :, None, None]
+
+
+@triton.jit
+def columns(BLOCK: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr):
+    """[q, 1, p, v] int32 indices of experts; GROUP of them belong to a thread."""
+    q = tl.arange(0, BLOCK // GROUP)[:, None, None] * V
+    p = tl.arange(0, GROUP // V)[None, :, None] * (BLOCK // GROUP * V)
+    return (p + q + tl.arange(0, V)[None, None, :])[:, None, :, :]
+
+
+@triton.jit
+def row_max(v):
+    """Integer maximum over the experts of each row."""
+    return tl.max(tl.max(tl.max(v, axis=3), axis=2), axis=0)
+
+
+@triton.jit
+def row_min(v):
+    """Integer minimum over the experts of each row."""
+    return tl.min(tl.min(tl.min(v, axis=3), axis=2), axis=0)
+
+
+@triton.jit
+def lowest_like(key):
+    """A key below every other."""
+    if key.dtype == tl.int64:
+        return tl.full(key.shape, LOWEST_64, tl.int64)
+    else:
+        return tl.full(key.shape, LOWEST_32, tl.int32)
+
+
+@triton.jit
+def selection_key(x):
+    """Keys in the order of top_k: adding +0 makes the zeros equal."""
+    return ops.max_key(x + 0.0)
+
+
+# --- scores ----------------------------------------------------------------------------------------------------------
+@triton.jit
+def sigmoid(x):
+    """The logistic function."""
+    z = ops.exp(tl.where(x < 0.0, x, ops.negate(x)))
+    return ops.divide(tl.where(x < 0.0, z, 1.0), 1.0 + z)
+
+
+@triton.jit
+def row_factors(x, NATIVE: tl.constexpr):
+    """What the softmax of a tile's rows needs besides its elements: (m, valid, base, floor, bias, hi, lo).
+
+    (hi, lo) is the exact sum of the exponentials; binary32 has it in lo alone.
+    """
+    key = tl.max(ops.max_key(rows.thread_maximum(x)), axis=0)
+    m = ops.from_key(key)
+    base, floor, bias = rows.row_shift(m, False)
+    e, error = rows.exponential(x, broad(base), broad(floor), broad(bias), False)
+    high, low = rows.exponential_terms(e, error, False, False, NATIVE)
+    if x.dtype == tl.float64:
+        high, low = rows.exponential_sums(high, low, False, False)
+        hi, lo = rows.wide_sum(high, low, tl.float64)
+    elif x.shape[0] * x.shape[2] * x.shape[3] <= 256:
+        # Sums of 256 limbs fit 32 bits, which a warp adds up in one instruction.
+        count: tl.constexpr = x.shape[2] * x.shape[3]
+        surplus: tl.constexpr = (count * _MAGIC_BITS_32 + 2**31) % 2**32 - 2**31
+        low_surplus: tl.constexpr = (2 * count * _MAGIC_BITS_32 + 2**31) % 2**32 - 2**31
+        high = tl.sum(rows.thread_sum(high) - surplus, axis=0)
+        low = tl.sum(rows.thread_sum(low) - low_surplus, axis=0)
+        lo = (high.to(tl.int64) << 23) + low.to(tl.int64)
+        hi = lo
+    else:
+        high, low = rows.exponential_sums(high, low, False, False)
+        lo = rows.narrow_sum(high, low)
+        hi = lo
+    return m, ops.is_finite(m), base, floor, bias, hi, lo
+
+
+@triton.jit
+def quotients(x, m, valid, base, floor, bias, r, r_low, NATIVE: tl.constexpr):
+    """Softmax of elements whose rows' constants have a shape that broadcasts to theirs."""
+    e, _ = rows.exponential(x, base, floor, bias, False)
+    largest = rows.largest_output(m, base, floor, bias, r, r_low, valid, False)
+    return rows.softmax_output(rows.mark_largest(e, x, m, False, NATIVE), r, r_low, largest, False)
+
+
+@triton.jit
+def scores(x, SOFTMAX: tl.constexpr, NATIVE: tl.constexpr):
+    """The scores of a tile; padding is -inf."""
+    if SOFTMAX:
+        wide: tl.constexpr = x.dtype == tl.float64
+        m, valid, base, floor, bias, hi, lo = row_factors(x, NATIVE)
+        r, r_low = rows.softmax_factors(hi, lo, valid, False, False, wide, x.dtype)
+        e, _ = rows.exponential(x, broad(base), broad(floor), broad(bias), False)
+        largest = rows.largest_output(m, base, floor, bias, r, r_low, valid, False)
+        e = rows.mark_largest(e, x, broad(m), False, NATIVE)
+        return rows.softmax_output(e, broad(r), broad(r_low), broad(largest), False)
+    else:
+        return sigmoid(x)
+
+
+# --- the largest, in any case ----------------------------------------------------------------------------------------
+@triton.jit
+def pop(key, column):
+    """(the largest key of each row, its lowest column, the keys without it)."""
+    best = row_max(key)
+    at = row_min(tl.where(key == broad(best), column, _FAR))
+    return best, at, tl.where(column == broad(at), lowest_like(key), key)
+
+
+@triton.jit
+def group_keys(key, column, size, GROUPS: tl.constexpr, groups):
+    """[GROUPS, rows] keys of the groups' scores: the sum of the two largest of `size` neighbours."""
+    g = tl.arange(0, GROUPS)[:, None]
+    found = tl.zeros((GROUPS, key.shape[1]), key.dtype)
+    found = lowest_like(found)
+    for i in range(groups):
+        inside = tl.where(column // size == i, key, lowest_like(key))
+        best, _, rest = pop(inside, column)
+        if size > 1:
+            best = selection_key(ops.from_key(best) + ops.from_key(row_max(rest)))
+        found = tl.where(g == i, best[None, :], found)
+    return found
+
+
+@triton.jit
+def mask_groups(key, column, size, groups, group_k, GROUPS: tl.constexpr):
+    """Keys with those of all but the best groups set below every other."""
+    found = group_keys(key, column, size, GROUPS, groups)
+    g = tl.arange(0, GROUPS)[:, None]
+    kept = tl.zeros(key.shape, tl.int32)
+    for _ in range(group_k):
+        best = tl.max(found, axis=0)
+        at = tl.min(tl.where(found == best[None, :], g, _FAR), axis=0)
+        found = tl.where(g == at[None, :], lowest_like(found), found)
+        kept = tl.where(column // size == broad(at), 1, kept)
+    return tl.where(kept > 0, key, lowest_like(key))
+
+
+@triton.jit
+def select(key, column, bits, k, K: tl.constexpr):
+    """[K, rows] (integers of `bits` at the k largest keys, their columns), the largest key first."""
+    lane = tl.arange(0, K)[:, None]
+    found = tl.zeros((K, key.shape[1]), bits.dtype)
+    where = tl.zeros((K, key.shape[1]), tl.int32)
+    for i in range(k):
+        _, at, key = pop(key, column)
+        value = row_max(tl.where(column == broad(at), bits, lowest_like(bits)))
+        found = tl.where(lane == i, value[None, :], found)
+        where = tl.where(lane == i, at[None, :], where)
+    return found, where
+
+
+# --- the largest of well-separated float32 rows ----------------------------------------------------------------------
+@triton.jit
+def _order(a, b):
+    return tl.maximum(a, b), tl.minimum(a, b)
+
+
+@triton.jit
+def _sort4(a, b, c, d):
+    a, b = _order(a, b)
+    c, d = _order(c, d)
+    a, c = _order(a, c)
+    b, d = _order(b, d)
+    b, c = _order(b, c)
+    return a, b, c, d
+
+
+@triton.jit
+def _merge4(a, b, c, d, e, f, g, h):
+    """The four largest of two descending fours, descending."""
+    a, b = tl.maximum(a, h), tl.maximum(b, g)
+    c, d = tl.maximum(c, f), tl.maximum(d, e)
+    a, c = _order(a, c)
+    b, d = _order(b, d)
+    a, b = _order(a, b)
+    c, d = _order(c, d)
+    return a, b, c, d
+
+
+@triton.jit
+def heads(packed):
+    """The four largest integers that every thread holds of each row, descending; a thread has a multiple of four."""
+    q: tl.constexpr = packed.shape[0]
+    r: tl.constexpr = packed.shape[1]
+    p: tl.constexpr = packed.shape[2] * packed.shape[3] // 4
+    even, odd = tl.split(tl.reshape(packed, (q, r, p, 2, 2)))
+    a, b = tl.split(even)
+    c, d = tl.split(odd)
+    a, b, c, d = _sort4(a, b, c, d)
+    if p == 1:
+        return tl.reshape(a, (q, r)), tl.reshape(b, (q, r)), tl.reshape(c, (q, r)), tl.reshape(d, (q, r))
+    else:
+        return tl.reduce((a, b, c, d), 2, _merge4)
+
+
+@triton.jit
+def pack(x, column, LOW: tl.constexpr):
+    """The leading bits of a float32's key above its column, counted down: unlike, and ordered but for the bits cut."""
+    b = ops.as_int(x)
+    key = b ^ ((b >> 31) & 0x7FFFFFFF)
+    low: tl.constexpr = (1 << LOW) - 1
+    return (key & ~low) | (low - column)
+
+
+@triton.jit
+def unpack_column(packed, LOW: tl.constexpr):
+    """The column that `pack` has put in."""
+    low: tl.constexpr = (1 << LOW) - 1
+    return low - (packed & low)
+
+
+@triton.jit
+def select_separated(packed, K: tl.constexpr, LOW: tl.constexpr, EXACT: tl.constexpr):
+    """([q, rows] the K + 1 largest packed integers in the first lanes, rows whose order they may not tell).
+
+    An order of float32 logits is that of their softmax where neighbours are at least 2^-18 apart, which is far more
+    than the softmax's error. Where a logit is known from its leading bits (EXACT), equal ones are in order as well.
+    """
+    a, b, c, d = heads(packed)
+    lane = tl.arange(0, packed.shape[0])[:, None]
+    found = tl.zeros(a.shape, tl.int32)
+    after = tl.zeros(a.shape, tl.int32)
+    for i in tl.static_range(K + 1):
+        best = tl.max(a, axis=0)[None, :]
+        won = a == best
+        found = tl.where(lane == i, best, found)
+        if i > 0:
+            after = tl.where(lane == i - 1, best, after)
+        a, b, c, d = tl.where(won, b, a), tl.where(won, c, b), tl.where(won, d, c), tl.where(won, LOWEST_32, d)
+    low: tl.constexpr = (1 << LOW) - 1
+    apart = (ops.from_key(found & ~low) - ops.from_key(after | low)) >= 0.000003814697265625
+    if EXACT:
+        apart = apart | (((found ^ after) & ~low) == 0)
+    # A thread that has given four may have had a fifth.
+    bad = ((lane < K) & (apart == 0)) | (a == LOWEST_32)
+    return found, tl.max(bad.to(tl.int32), axis=0)
+
+
+# --- sums over the chosen --------------------------------------------------------------------------------------------
+@triton.jit
+def lane_sum(p):
+    """The order-free sum over the first axis of a tile of two, which stays with size 1."""
+    key = tl.max(terms.term_key(p), axis=0)
+    exponent, scale, magic, low_scale = sums.term_scale(key)
+    a, b = terms.term_parts(p, scale[None, :], magic[None, :], low_scale[None, :])
+    special = tl.sum(terms.special_terms(p), axis=0)
+    return terms.sum_of_parts(tl.sum(a, axis=0), tl.sum(b, axis=0), exponent, special, key)[None, :]
+
+
+@triton.jit
+def renormalized(w):
+    """(weights divided by their sum over the first axis, the sum); 0 where it is 0. Padding is 0."""
+    total = lane_sum(w)
+    return tl.where(total == 0.0, 0.0, ops.divide(w, tl.zeros_like(w) + total)), total
+
+
+@triton.jit
+def renormalized_gradient(g, w):
+    """The gradient of weights from that of the renormalized ones; padding is 0 in both."""
+    t, total = renormalized(w)
+    rest = g - lane_sum(g * t)
+    return tl.where(total == 0.0, 0.0, ops.divide(rest, tl.zeros_like(w) + total))
