@@ -33,6 +33,7 @@ with default_environment():
         LinearCrossEntropyGradientPlan,
         LinearCrossEntropyPlan,
     )
+    from isograd.faults import check, debug
     from isograd.parallel import get_num_threads, set_num_threads
     from isograd.plan import ErrorBound, Kernel, KernelSku, PrecisionGuarantee
     from isograd.registry import kernels, register_kernel, unregister_kernel
@@ -76,6 +77,8 @@ __all__ = [
     "WorkspaceTooSmallError",
     "cross_entropy",
     "cross_entropy_backward",
+    "check",
+    "debug",
     "get_num_threads",
     "kernels",
     "linear_cross_entropy",

@@ -1,0 +1,151 @@
+"""How the families' Triton kernels are launched, and how the problems they see are described.
+
+A kernel is fixed by a specification: its arguments after the tensors, its number of programs and its options. A launch
+that was seen before costs a dictionary look-up and the driver's call. Tensors on the CPU go to Triton's interpreter.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+_PREPARED_LIMIT = 4096
+_prepared: dict[Any, Callable[..., None]] = {}
+
+
+class Specification(NamedTuple):
+    """What follows the tensors in a kernel's signature, how many programs run, and options of the compiler."""
+
+    tail: tuple[Any, ...]
+    programs: int
+    warps: int = 4
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The compiler's options; no fma is formed that no kernel writes."""
+        return {"num_warps": self.warps, "enable_fp_fusion": False}
+
+
+def _prepare(kernel: Any, tensors: Sequence[torch.Tensor], specification: Specification) -> Callable[..., None]:
+    """Compile and load; what comes back takes the stream and the tensors' addresses."""
+    tail, programs, _ = specification
+    with torch.cuda.device(tensors[0].device):
+        compiled = kernel.warmup(*tensors, *tail, grid=(programs,), **specification.options)
+        run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+
+    def launch_prepared(stream: int, *addresses: int) -> None:
+        run(programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *tail)
+
+    return launch_prepared
+
+
+def launch(
+    kernel: Any, tensors: Sequence[torch.Tensor], specify: Callable[..., Specification], *key: Hashable
+) -> None:
+    """Run a kernel over tensors of one device, on its current stream; the device need not be the current one.
+
+    `specify(*key)` is asked once for every key, kernel and device, and again where the tensors' dtypes or alignments
+    differ; nothing else may enter a specification.
+    """
+    index = tensors[0].get_device()
+    if index < 0:
+        specification = specify(*key)
+        kernel[(specification.programs,)](*tensors, *specification.tail, **specification.options)
+        return
+    addresses = [t.data_ptr() for t in tensors]
+    place = (id(kernel), index, *[a & 15 for a in addresses], *[t.dtype for t in tensors], key)
+    prepared = _prepared.get(place)
+    if prepared is None:
+        if len(_prepared) >= _PREPARED_LIMIT:
+            _prepared.clear()
+        prepared = _prepared[place] = _prepare(kernel, tensors, specify(*key))
+    if index == torch._C._cuda_getDevice():
+        prepared(torch._C._cuda_getCurrentRawStream(index), *addresses)
+    else:
+        with torch.cuda.device(index):
+            prepared(torch._C._cuda_getCurrentRawStream(index), *addresses)
+
+
+@functools.cache
+def _capability(index: int) -> int:
+    if index < 0 or torch.version.hip:
+        return 0
+    major, minor = torch.cuda.get_device_capability(index)
+    return major * 10 + minor
+
+
+def architecture(tensor: torch.Tensor) -> int:
+    """The compute capability times ten of a tensor's device, 0 where it is not NVIDIA's."""
+    return _capability(tensor.get_device())
+
+
+@functools.cache
+def _processors(index: int) -> int:
+    return 2 if index < 0 else int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def processors(tensor: torch.Tensor) -> int:
+    """Multiprocessors of a tensor's device."""
+    return _processors(tensor.get_device())
+
+
+# --- problems --------------------------------------------------------------------------------------------------------
+class Rows(NamedTuple):
+    """Rows along one axis of several tensors: an inner axis and any number of outer axes count the rows.
+
+    Strides in elements, one for every tensor.
+    """
+
+    inner: int
+    axis_strides: tuple[int, ...]
+    inner_strides: tuple[int, ...]
+    outer_shape: tuple[int, ...]
+    outer_strides: tuple[tuple[int, ...], ...]
+
+    @property
+    def outer(self) -> int:
+        """Combinations of outer indices."""
+        return math.prod(self.outer_shape)
+
+    @property
+    def strides(self) -> tuple[Any, ...]:
+        """The strides as kernels take them: (axis, inner) of every tensor, the outer shape, the outer strides."""
+        pairs = [v for pair in zip(self.axis_strides, self.inner_strides, strict=True) for v in pair]
+        return (*pairs, self.outer_shape, *self.outer_strides)
+
+
+def merged(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Axes of more than one element, the widest strides first, merged as far as every tensor's strides allow."""
+    order = sorted((i for i in range(len(shape)) if shape[i] != 1), key=lambda i: -abs(strides[-1][i]))
+    sizes: list[int] = []
+    steps: list[tuple[int, ...]] = []
+    for i in order:
+        step = tuple(s[i] for s in strides)
+        if steps and all(a == b * shape[i] for a, b in zip(steps[-1], step, strict=True)):
+            sizes[-1], steps[-1] = sizes[-1] * shape[i], step
+        else:
+            sizes.append(shape[i])
+            steps.append(step)
+    return sizes, steps
+
+
+def rows(shape: Sequence[int], strides: Sequence[Sequence[int]], axis: int) -> Rows:
+    """The rows along an axis of tensors that agree in every other axis; the last tensor is the one that is written."""
+    others = [i for i in range(len(shape)) if i != axis]
+    sizes, steps = merged([shape[i] for i in others], [[s[i] for i in others] for s in strides])
+    if not sizes:
+        sizes, steps = [1], [tuple(0 for _ in strides)]
+    outer = tuple(tuple(step[t] for step in steps[:-1]) for t in range(len(strides)))
+    return Rows(sizes[-1], tuple(s[axis] for s in strides), steps[-1], tuple(sizes[:-1]), outer)
+
+
+def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a C-contiguous array: an element's offset is its flat position."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << max(n - 1, 0).bit_length()
