@@ -34,6 +34,7 @@ _FAMILIES = (
     "isograd.softmax.cuda",
     "isograd.losses.cross_entropy_plans",
     "isograd.losses.linear_plans",
+    "isograd.losses.cuda",
 )
 _entries: list[Entry] = []
 _lock = threading.Lock()

@@ -41,9 +41,7 @@ def _prepare(kernel: Any, tensors: Sequence[torch.Tensor], specification: Specif
     return launch_prepared
 
 
-def launch(
-    kernel: Any, tensors: Sequence[torch.Tensor], specify: Callable[..., Specification], *key: Hashable
-) -> None:
+def launch(kernel: Any, tensors: Sequence[torch.Tensor], specify: Callable[..., Specification], *key: Hashable) -> None:
     """Run a kernel over tensors of one device, on its current stream; the device need not be the current one.
 
     `specify(*key)` is asked once for every key, kernel and device, and again where the tensors' dtypes or alignments

@@ -62,10 +62,16 @@ def values(generator: np.random.Generator, shape: tuple[int, ...], dtype: str, s
         return x.astype(NUMPY[dtype])
 
 
-def places(generator: np.random.Generator, n: int, shape: tuple[int, ...], index: str, distinct: int | None = None) -> Any:
+def places(
+    generator: np.random.Generator, n: int, shape: tuple[int, ...], index: str, distinct: int | None = None
+) -> Any:
     """Indices in [-n, n), few distinct ones so that many repeat; `distinct` is the axis along which none may."""
     if distinct is None:
-        found = generator.integers(0, max(n // 2, 1), shape) if generator.random() < 0.5 else generator.integers(0, n, shape)
+        found = (
+            generator.integers(0, max(n // 2, 1), shape)
+            if generator.random() < 0.5
+            else generator.integers(0, n, shape)
+        )
     else:
         order = np.argsort(generator.random((*shape[:distinct], n, *shape[distinct + 1 :])), axis=distinct)
         found = np.take(order, range(shape[distinct]), axis=distinct)
@@ -150,7 +156,9 @@ def atomics() -> Iterator[Case]:
 
 def select() -> Iterator[Case]:
     for dtype in NUMPY:
-        for seed, (shape, indexed) in enumerate([((9, 5), (3, 4)), ((4, 3, 2), (7,)), ((5,), ()), ((6, 40), (2, 1, 3))]):
+        for seed, (shape, indexed) in enumerate(
+            [((9, 5), (3, 4)), ((4, 3, 2), (7,)), ((5,), ()), ((6, 40), (2, 1, 3))]
+        ):
             generator = np.random.default_rng(seed)
             weight = values(generator, shape, dtype)
             indices = places(generator, shape[0], indexed, INDEX[seed % 3])

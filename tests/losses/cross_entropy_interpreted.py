@@ -14,11 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "softmax")]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "softmax"))
 import interpreter_patches
 from cross_entropy_problems import NUMPY, Problem, by_definition, problem, raw
 
 import isograd as ig
+from isograd.losses import cross_entropy_reference as reference
+from isograd.losses import cuda, linear_bounds, linear_reference
+from isograd.losses.linear_torch import linear_cross_entropy
 from isograd.losses.triton_launch import cross_entropy
 from isograd.softmax.triton_launch import Configuration
 
@@ -131,12 +135,64 @@ def faults() -> Iterator[Case]:
     yield "no fault", True
 
 
+def linear() -> Iterator[Case]:
+    """The products are torch's on the CPU here; small integers make them exact, so the reference's bits are due."""
+    rng = np.random.default_rng(62)
+    for dtype, chunk, full in itertools.product(("float32", "bfloat16", "float64"), (0, 2, 3), (False, True)):
+        of, wide = NUMPY[dtype], np.float64 if dtype == "float64" else np.float32
+        hidden, weight = (rng.integers(-2, 3, shape).astype(of) for shape in ((5, 4), (9, 4)))
+        inputs = {"hidden": hidden, "weight": weight, "targets": np.array([1, -100, 8, 0, 3])}
+        if full:
+            inputs |= {"bias": rng.integers(-2, 3, 9).astype(of), "class_weight": rng.random(9).astype(wide)}
+        g = rng.standard_normal(5).astype(wide)
+        options = {"label_smoothing": 0.1, "z_loss": 1e-2} if full else {}
+        fields = (5, 4, 9, dtype, "int64", full, full, -100, *(options.values() or (0.0, 0.0)), chunk)
+        given = {name: to_torch(a) for name, a in inputs.items()}
+        of_t, wide_t = to_torch(hidden).dtype, to_torch(g).dtype
+        losses, again = torch.full((5,), 7, dtype=wide_t), torch.full((5,), 7, dtype=wide_t)
+        out = {"dhidden": torch.full((5, 4), 7, dtype=of_t), "dweight": torch.full((9, 4), 7, dtype=of_t)}
+        if full:
+            out["dbias"] = torch.full((9,), 7, dtype=of_t)
+        linear_cross_entropy(ig.LinearCrossEntropyDescriptor(*fields).validated(), given | {"losses": losses})
+        both = ig.LinearCrossEntropyGradientDescriptor(*fields).validated()
+        linear_cross_entropy(both, given | {"dlosses": to_torch(g), "losses": again} | out)
+        expected = linear_reference.linear_cross_entropy_gradient(g, **inputs, **options)
+        exact = [raw(to_numpy(losses)) == raw(expected[0]), raw(to_numpy(again)) == raw(expected[0])]
+        bounds = linear_bounds.error_bound("linear_cross_entropy_gradient", linear_bounds.accumulated)(
+            dlosses=g, **inputs, **options
+        )
+        truth = linear_reference.oracle_linear_cross_entropy_gradient(g, **inputs, **options)
+        for tensor, right, limit in zip(out.values(), truth[1:], bounds[1:], strict=True):
+            exact.append(bool((np.abs(to_numpy(tensor).astype(np.longdouble) - right) <= limit).all()))
+        yield f"linear {dtype} {chunk} {full}: {exact}", all(exact)
+
+
+def reductions() -> Iterator[Case]:
+    """What a mean divides by, and the quotient."""
+    rng = np.random.default_rng(63)
+    for index, work in itertools.product((np.int64, np.int32, np.uint32), ("float32", "float64")):
+        p = problem(rng, (40, 9), NUMPY[work], index=index, weighted=True)
+        ignored = p.options.get("ignore_index", -100)
+        targets = to_torch(p.targets)
+        for weight in (None, p.weight):
+            got = cuda.target_total(targets, None if weight is None else to_torch(weight), 9, ignored, work)
+            expected = reference.denominator(p.targets, 40, NUMPY[work], weight, ignored)
+            yield f"total {index} {work}", raw(to_numpy(got)) == raw(np.asarray(expected))
+            quotient = cuda.divided(to_torch(p.dlosses[:1]).reshape(()), got)
+            yield "quotient", raw(to_numpy(quotient)) == raw(np.asarray(p.dlosses[0] / expected))
+        sums = cuda.total(to_torch(p.dlosses))
+        yield "sum", raw(to_numpy(sums)) == raw(reference.reduced(p.dlosses, "sum"))
+    nan = cuda.divided(torch.zeros(()), torch.zeros(()))
+    yield "0 / 0", to_numpy(nan).view(np.int32) == 0x7FC00000
+
+
 def main() -> None:
     interpreter_patches.patch_index()
     interpreter_patches.patch_fma()
     interpreter_patches.patch_cast()
     suite = sys.argv[1]
-    found = list(faults() if suite == "faults" else compared(suite))
+    others = {"faults": faults, "linear": linear, "reductions": reductions}
+    found = list(others[suite]() if suite in others else compared(suite))
     for what, right in found:
         if not right:
             print(what, file=sys.stderr)

@@ -273,9 +273,7 @@ def group_copy(
         s += 0.0  # the sum of one term: minus zero becomes zero
         mask = ((c == 1) if IN_PLACE else (c <= 1))[:, None] & (column < width)
         some = (c == 1)[:, None]
-        _store(
-            out_ptr, x_ptr, d[:, None], column, s, some, mask, x_row, x_column, out_row, out_column, HAS_X, NATIVE
-        )
+        _store(out_ptr, x_ptr, d[:, None], column, s, some, mask, x_row, x_column, out_row, out_column, HAS_X, NATIVE)
     elif HOTS:
         parts = tl.cdiv(width, HOT_BLOCK)
         tasks = tl.load(scratch_ptr + 1).to(tl.int64) * parts
@@ -394,6 +392,4 @@ def group_sum(
         s = terms.sum_of_parts(a, b, exponent, special, key)
         some = inside[:, None]
         mask = some & (column < width)
-        _store(
-            out_ptr, x_ptr, d[:, None], column, s, some, mask, x_row, x_column, out_row, out_column, HAS_X, NATIVE
-        )
+        _store(out_ptr, x_ptr, d[:, None], column, s, some, mask, x_row, x_column, out_row, out_column, HAS_X, NATIVE)

@@ -1,6 +1,6 @@
-# ruff: noqa: N803, RET505
+# ruff: noqa: N803, RET505, SIM108
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
-"""Cross entropy in Triton: any axis, strides and number of classes, every option; `cross_entropy_reference.py` defines it.
+"""Cross entropy in Triton: any axis, any strides, every option; `cross_entropy_reference.py` is the definition.
 
 A program serves ROWS neighbouring rows in passes over their classes: the maximum, the sum of exponentials, where the
 target distribution is dense the largest of its terms and their sum, and the gradient. Rows that fit a tile are read
@@ -119,34 +119,22 @@ def _target(
 
 
 @triton.jit
-def _quotient(x, m, base, floor, bias, r, r_low, largest, short: tl.constexpr, NATIVE: tl.constexpr):
-    """The probability of an element; all arguments of one shape."""
-    e, _ = rows.exponential(x, base, floor, bias, short)
-    return rows.softmax_output(rows.mark_largest(e, x, m, short, NATIVE), r, r_low, largest, short)
-
-
-@triton.jit
 def _gradient(
-    x, x_target, column, target, own, kept, q, m, base, floor, bias, r, r_low, largest, factor, g, keep, spread,
+    x, column, target, own, kept, q, m, base, floor, bias, r, r_low, largest, factor, g, keep, spread,
     MODE: tl.constexpr, short: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a tile; what a row has one of comes as [ROWS], q as a tile."""
-    p = _quotient(
-        x, _broad(m), _broad(base), _broad(floor), _broad(bias), _broad(r), _broad(r_low), _broad(largest), short,
-        NATIVE,
-    )  # fmt: skip
+    e, _ = rows.exponential(x, _broad(base), _broad(floor), _broad(bias), short)
+    e = rows.mark_largest(e, x, _broad(m), short, NATIVE)
+    p = rows.softmax_output(e, _broad(r), _broad(r_low), _broad(largest), short)
+    hit = column == _broad(target)
     if MODE == HARD:
-        dx = _broad(factor) * p
+        at = tl.fma(_broad(factor), p, _broad(ops.negate(g * own)))
+        dx = tl.where(hit, at, _broad(factor) * p)
     else:
         if MODE == SMOOTH:
-            q = spread * q
+            q = tl.where(hit, _broad(keep * own + spread * own), spread * q)
         dx = tl.fma(_broad(factor), p, ops.negate(_broad(g) * q))
-    if MODE != PROBABILITIES:
-        p_target = _quotient(x_target, m, base, floor, bias, r, r_low, largest, short, False)
-        if MODE == SMOOTH:
-            own = keep * own + spread * own
-        at = tl.fma(factor, p_target, ops.negate(g * own))
-        dx = tl.where(column == _broad(target), _broad(at), dx)
     return tl.where(_broad(kept), dx, 0.0)
 
 
@@ -232,7 +220,7 @@ def forward(
             ignore_index, code,
         )  # fmt: skip
         own = tl.load(weight_ptr + target) if WEIGHTED else tl.full(row.shape, 1.0, work)
-    # Before the gradient, which may take the place of the logits, is written.
+    # Read before the row's sums, and so before the gradient may take the logit's place.
     x_target = ops.widen(tl.load(x_ptr + row * x_inner + target * x_axis, mask=inside, other=0.0), False)
 
     best = tl.full((BLOCK // GROUP, ROWS, GROUP // V, V), float("-inf"), work)
@@ -349,7 +337,7 @@ def forward(
                     INNER, NATIVE, work,
                 )  # fmt: skip
             dx = _gradient(
-                x, x_target, column, target - start, own, kept, q, m, base, floor, bias, r, r_low, largest, factor, g,
+                x, column, target - start, own, kept, q, m, base, floor, bias, r, r_low, largest, factor, g,
                 keep, spread, MODE, short, NATIVE,
             )  # fmt: skip
             pointers = _pointers(dx_ptr, row, column + start, dx_inner, dx_axis, INNER, VEC)
@@ -435,20 +423,17 @@ def backward(
             ignore_index, code,
         )  # fmt: skip
         own = tl.load(weight_ptr + target) if WEIGHTED else tl.full(row.shape, 1.0, work)
-    x_target = ops.widen(tl.load(x_ptr + row * x_inner + target * x_axis, mask=inside, other=0.0), False)
-    pointers = state_ptr + memory.outer_offset(outer, outer_shape, state_outer) + row * state_inner
+    places = state_ptr + memory.outer_offset(outer, outer_shape, state_outer) + row * state_inner
     part = memory.wide_int(state_part)
-    m = tl.load(pointers, mask=inside, other=0.0)
-    r = tl.load(pointers + part, mask=inside, other=0.0)
-    r_low = tl.load(pointers + 2 * part, mask=inside, other=0.0)
-    total = tl.load(pointers + 3 * part, mask=inside, other=0.0)
+    m = tl.load(places, mask=inside, other=0.0)
+    r = tl.load(places + part, mask=inside, other=0.0)
+    r_low = tl.load(places + 2 * part, mask=inside, other=0.0)
+    total = tl.load(places + 3 * part, mask=inside, other=0.0)
     g = tl.load(dloss_ptr + memory.outer_offset(outer, outer_shape, g_outer) + row * g_inner, mask=inside, other=0.0)
     valid = ops.is_finite(m) & ~bad
     factor = tl.where(valid, g * total, float("nan"))
     base, floor, bias = rows.row_shift(m, short)
     largest = rows.largest_output(m, base, floor, bias, r, r_low, valid, short)
-    # Every thread has read the target's logit before one of them may write there.
-    tl.debug_barrier()
     for start in range(0, n, BLOCK):
         mask = _broad(inside) & (column + start < n)
         x = _load(x_ptr, row, column + start, x_inner, x_axis, mask, float("-inf"), INNER, VEC, NATIVE)
@@ -459,8 +444,18 @@ def backward(
                 NATIVE, work,
             )  # fmt: skip
         dx = _gradient(
-            x, x_target, column, target - start, own, kept, q, m, base, floor, bias, r, r_low, largest, factor, g,
+            x, column, target - start, own, kept, q, m, base, floor, bias, r, r_low, largest, factor, g,
             keep, spread, MODE, short, NATIVE,
         )  # fmt: skip
         pointers = _pointers(dx_ptr, row, column + start, dx_inner, dx_axis, INNER, VEC)
         tl.store(pointers, ops.narrow(dx, dtype, NATIVE), mask=mask)
+
+
+@triton.jit
+def check_targets(target_ptr, flag_ptr, count, step, n, ignore_index, code, BLOCK: tl.constexpr):
+    """Report a target that is no class."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    target = tl.load(target_ptr + place * step, mask=inside, other=0).to(tl.int64)
+    kept = inside & (target != memory.wide_int(ignore_index))
+    memory.report(flag_ptr, code, kept & ((target < 0) | (target >= n)), place, target, n)

@@ -5,7 +5,7 @@ The rules pick tiles from shape, dtype and architecture; nothing is timed at run
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from isograd.losses import triton_cross_entropy as kernels
 from isograd.losses.cross_entropy_plans import _CrossEntropy, scalars
 from isograd.numerics.constants import SHORT_ROW
 from isograd.reduction import cuda as reduction
-from isograd.softmax.triton_launch import Configuration, configuration
+from isograd.softmax.triton_launch import Configuration, _forward_configuration, _resident, configuration
 from isograd.triton_launcher import Rows, Specification, architecture, c_strides, launch, rows
 
 _INT32_ROW = 1 << 17
@@ -104,6 +104,14 @@ def _inserted(strides: tuple[int, ...], axis: int) -> tuple[int, ...]:
     return (*strides[:axis], 0, *strides[axis:])
 
 
+def _tiles(n: int, itemsize: int, arch: int, contiguous: bool, inner: int) -> Configuration:
+    """As softmax's, but that one block of 16 warps fills a processor: fewer long rows at a time stay in the cache."""
+    config = configuration(n, itemsize, "log_softmax", arch, contiguous, inner, False)
+    if config.variant == "loop" and contiguous:
+        return config._replace(block=32768 // itemsize, warps=16)
+    return config
+
+
 @functools.lru_cache(maxsize=4096)
 def _problem(
     descriptor: _CrossEntropy, strides: tuple[tuple[int, ...], ...], state_part: int, itemsize: int, arch: int,
@@ -112,7 +120,7 @@ def _problem(
     n, values = descriptor.classes, scalars(descriptor, None)
     problem = rows(descriptor.shape, strides, descriptor.axis)
     if config is None:
-        config = configuration(n, itemsize, "log_softmax", arch, _contiguous(n, problem), problem.inner, False)
+        config = _tiles(n, itemsize, arch, _contiguous(n, problem), problem.inner)
     mode = kernels.SMOOTH if values.spread else kernels.HARD
     mode = mode if descriptor.by_index else kernels.PROBABILITIES
     # One that no index can have stands for one that int64 cannot hold.
@@ -144,14 +152,111 @@ def _describe(
     return _problem(descriptor, tuple(strides), part, x.element_size(), architecture(x), config)
 
 
+# --- long rows, on Hopper and its successor --------------------------------------------------------------------------
+class _Staged(NamedTuple):
+    """A problem for `gluon_cross_entropy.gradient_staged`."""
+
+    n_rows: int
+    n: int
+    ignore_index: int
+    strides: tuple[int, ...]
+    weighted: bool
+    z: bool
+    config: Configuration
+
+    @property
+    def tail(self) -> tuple[Any, ...]:
+        """What follows the tensors."""
+        from isograd.softmax import gluon_kernels
+
+        config = self.config
+        masked = config.block * config.ctas != self.n
+        tile = (config.block, config.ctas, config.group, config.vector, masked)
+        layouts = (gluon_kernels.layout_of(config), gluon_kernels.shared_layout_of(config))
+        sizes = (self.n_rows, self.n, self.ignore_index, *self.strides)
+        return (*sizes, self.weighted, self.z, *tile, *layouts)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The compiler's options."""
+        config = self.config
+        options = {"num_warps": config.warps, "enable_fp_fusion": False, "maxnreg": config.registers}
+        return options | ({"num_ctas": config.ctas} if config.ctas > 1 else {})
+
+
+def staged(problem: _Problem, arch: int, addresses: Sequence[int]) -> _Staged | None:
+    """The problem of the kernel for long rows, if it serves this one: plain targets, rows that start at 16 bytes."""
+    layout, itemsize = problem.rows, problem.itemsize
+    if problem.mode != kernels.HARD.value or not 90 <= arch < 110 or layout.outer_shape:
+        return None
+    longest = SHORT_ROW if itemsize == 2 else _INT32_ROW
+    block = 1 << max(problem.n - 1, 0).bit_length()
+    if itemsize == 8 or problem.n > longest or block * itemsize < 16384 or (itemsize == 2 and block <= 8192):
+        return None
+    logits, _, target, _, dlosses, losses, _, dlogits = layout.inner_strides
+    steps = (logits * itemsize, dlogits * itemsize, *addresses)
+    if {layout.axis_strides[0], layout.axis_strides[-1]} != {1} or any(s % 16 for s in steps):
+        return None
+    strides = (logits, target, dlosses, losses, dlogits)
+    config = _forward_configuration(block, itemsize)
+    if config.variant != "staged":
+        config = config._replace(variant="staged")
+    return _Staged(layout.inner, problem.n, problem.ignore_index, strides, problem.weighted, problem.z, config)
+
+
+_PREPARED_LIMIT = 1024
+_prepared: dict[Any, Callable[..., None]] = {}
+
+
+def _prepare(problem: _Staged, tensors: Sequence[torch.Tensor]) -> Callable[..., None]:
+    """Compile and load; what comes back takes the stream and the tensors' addresses."""
+    from isograd.losses.gluon_cross_entropy import gradient_staged
+
+    tail = problem.tail
+    compiled = gradient_staged.warmup(*tensors, *tail, grid=(problem.n_rows,), **problem.options)
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    size = min(problem.n_rows, _resident(compiled, problem.config))
+
+    def launch_prepared(stream: int, *addresses: int) -> None:
+        run(size, 1, 1, stream, function, metadata, None, None, None, *addresses, *tail)
+
+    return launch_prepared
+
+
+def _launch_staged(problem: _Staged, tensors: Sequence[torch.Tensor]) -> None:
+    index = tensors[0].get_device()
+    addresses = [t.data_ptr() for t in tensors]
+    key = (problem, index, *[t.dtype for t in tensors], *[a & 15 for a in addresses])
+    with torch.cuda.device(index):
+        prepared = _prepared.get(key)
+        if prepared is None:
+            if len(_prepared) >= _PREPARED_LIMIT:
+                _prepared.clear()
+            prepared = _prepared[key] = _prepare(problem, tensors)
+        prepared(torch._C._cuda_getCurrentRawStream(index), *addresses)
+
+
+def report_targets(operation: str, targets: torch.Tensor, n: int, ignore_index: int) -> None:
+    """Note a target of a 1-D tensor that is no class."""
+    count, block = targets.numel(), 1024
+    ignored = ignore_index if -(2**63) <= ignore_index < 2**63 else -(2**63)
+    tail = (count, targets.stride(0) if count > 1 else 1, n, ignored, faults.code(operation, "targets", False), block)
+    launch(kernels.check_targets, (targets, faults.flag(targets.device)), _as_it_is, tail, -(-count // block))
+
+
+def _as_it_is(tail: tuple[Any, ...], programs: int) -> Specification:
+    return Specification(tail, programs)
+
+
 _FORWARD = ("logits", "probabilities", "targets", "position", "dlosses", "losses", "state", "dlogits")
 _BACKWARD = ("logits", "probabilities", "targets", "position", "dlosses", "state", "dlogits")
 
 
-def cross_entropy(
-    descriptor: _CrossEntropy, arguments: Mapping[str, Any], config: Configuration | None = None
-) -> None:
-    """Any of the three operations on the plan's arguments, on the current stream of their device."""
+def cross_entropy(descriptor: _CrossEntropy, arguments: Mapping[str, Any], config: Configuration | None = None) -> None:
+    """Any of the three operations on the plan's arguments, on the current stream of their device.
+
+    Whoever calls this for a user calls `faults.after_launch` next.
+    """
     x, targets, weight = arguments["logits"], arguments["targets"], arguments.get("weight")
     if descriptor.rows == 0:
         return
@@ -176,5 +281,11 @@ def cross_entropy(
             arguments.get("dlogits", x),
             flag,
         )
-        launch(kernels.forward, tensors, _forward, problem, fused)
-    faults.after_launch(x.device)
+        places = (x.data_ptr(), arguments["dlogits"].data_ptr()) if fused and config is None else ()
+        long_rows = staged(problem, architecture(x), places) if places else None
+        if long_rows is None:
+            launch(kernels.forward, tensors, _forward, problem, fused)
+            return
+        report_targets(descriptor.operation, targets.reshape(-1), descriptor.classes, descriptor.ignore_index)
+        dlosses, dlogits = arguments["dlosses"], arguments["dlogits"]
+        _launch_staged(long_rows, (x, targets, common[3], constants, dlosses, losses, dlogits))

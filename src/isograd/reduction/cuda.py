@@ -108,9 +108,7 @@ def _sum_finish(p: _Problem) -> Specification:
     return Specification(tail, p.rows.outer * -(-p.rows.inner // per_program))
 
 
-def _reduce(
-    operation: str, x: torch.Tensor, axis: Axes, keepdims: bool, config: Configuration | None
-) -> torch.Tensor:
+def _reduce(operation: str, x: torch.Tensor, axis: Axes, keepdims: bool, config: Configuration | None) -> torch.Tensor:
     if x.dtype not in _FLOATS:
         raise UnsupportedError(f"{operation}: x has dtype {x.dtype}; accepted: float16, bfloat16, float32, float64")
     axes = normalized(operation, axis, x.dim())

@@ -57,9 +57,7 @@ def sum_rows(
     key = terms.term_key(p)
     if not HELD:
         for start in range(BLOCK, n, BLOCK):
-            key = tl.maximum(
-                key, terms.term_key(_load(x_ptr, row, column + start, n, inner, x_axis, x_inner, NATIVE))
-            )
+            key = tl.maximum(key, terms.term_key(_load(x_ptr, row, column + start, n, inner, x_axis, x_inner, NATIVE)))
     key = tl.max(key, axis=1)[:, None]
     exponent, scale, magic, low_scale = sums.term_scale(key)
     a, b = terms.term_parts(p, scale, magic, low_scale)
