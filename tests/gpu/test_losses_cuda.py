@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "losses"))
 from cross_entropy_problems import NUMPY, Problem, by_definition, problem, raw  # noqa: E402
 
 import isograd as ig  # noqa: E402
-from isograd.losses import linear_bounds, linear_reference, triton_launch  # noqa: E402
 from isograd.losses import cross_entropy_reference as reference  # noqa: E402
+from isograd.losses import linear_bounds, linear_reference, triton_launch  # noqa: E402
 
 INTEGER = {"float16": np.int16, "bfloat16": np.int16, "float32": np.int32, "float64": np.int64}
 KINDS = ("hard", "smooth", "probabilities")

@@ -1,4 +1,4 @@
-"""The Triton kernels of cross entropy without a GPU: the reference's bits in the interpreter, and the compiler's word."""
+"""The Triton kernels of cross entropy without a GPU: their bits in the interpreter, and what they compile to."""
 
 import os
 import subprocess
