@@ -40,6 +40,7 @@ _FAMILIES = (
     "isograd.losses.linear_plans",
     "isograd.losses.divergence_plans",
     "isograd.losses.simplex_plans",
+    "isograd.losses.cuda",
 )
 _entries: list[Entry] = []
 _lock = threading.Lock()

@@ -7,7 +7,7 @@ so); then a launch costs a dictionary look-up and the driver's call. Tensors on 
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -72,6 +72,19 @@ class Launcher:
             run(programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *tail)
 
         return launch_prepared
+
+
+@kept
+def _launcher(kernel: Any, specify: Callable[..., Specification], key: tuple[Hashable, ...], dtypes: Any) -> Launcher:
+    return Launcher(kernel, specify(*key))
+
+
+def launch(kernel: Any, tensors: Sequence[torch.Tensor], specify: Callable[..., Specification], *key: Hashable) -> None:
+    """Run a kernel over tensors of one device, on its current stream, by a launcher kept for `key` and their dtypes.
+
+    `specify(*key)` makes the specification; nothing else may enter it.
+    """
+    _launcher(kernel, specify, key, tuple([t.dtype for t in tensors]))(*tensors)
 
 
 @functools.cache

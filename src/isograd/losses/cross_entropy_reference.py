@@ -260,6 +260,8 @@ def exact(
         lp = np.asarray(softmax.oracle_log_softmax(x, -1))
         m = x.max(axis=-1)
         lse = m + np.log(np.exp(x - m[:, None]).sum(axis=-1))
+        # A row without a finite maximum is NaN throughout.
+        lp, lse = np.where(np.isfinite(m)[:, None], lp, np.nan), np.where(np.isfinite(m), lse, np.nan)
         w = np.ones(x.shape[1], _WIDE) if weight is None else weight.astype(_WIDE)
         keep, spread = _WIDE(1) - _WIDE(label_smoothing), _WIDE(label_smoothing) / x.shape[1]
         if targets.dtype.kind in "iu":

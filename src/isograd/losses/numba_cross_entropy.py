@@ -245,6 +245,7 @@ def forward(
             if target != IGNORED:
                 x_target = widen(load(x, xo + target * xs))
                 m = row_maximum(x, xo, xs, n, block, like)
+                m = m if is_finite(m) else work_nan(like)
                 value, factor, r, r_low = work_nan(like), work_nan(like), work_nan(like), work_nan(like)
                 if is_finite(m):
                     base, floor, bias = row_shift(m, like)

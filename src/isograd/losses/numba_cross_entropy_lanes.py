@@ -109,7 +109,7 @@ def forward(
             target = load(targets, row)
             value, total, first_r, second_r, top_m = zero, zero, zero, zero, zero
             if target != IGNORED:
-                top_m = load(m, i)
+                top_m = load(m, i) if is_finite(load(m, i)) else work_nan(like)
                 value, total, first_r, second_r = work_nan(like), work_nan(like), work_nan(like), work_nan(like)
                 if is_finite(top_m):
                     first_r, second_r = load(r, i), load(r_low, i)

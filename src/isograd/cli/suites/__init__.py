@@ -8,6 +8,11 @@ from isograd.cli.suites.common import Case, Suite
 from isograd.fenv import default_environment
 
 SUITES: dict[str, Suite] = {**softmax.SUITES, **gather.SUITES, **router.SUITES}
+from isograd.cli.suites import cross_entropy, softmax
+from isograd.cli.suites.common import Case, Suite
+from isograd.fenv import default_environment
+
+SUITES: dict[str, Suite] = {**softmax.SUITES, **cross_entropy.SUITES}
 
 
 def cases(operation: str, dtype: str) -> list[Case]:

@@ -1,0 +1,83 @@
+"""Cross entropy and linear cross entropy on NVIDIA and AMD GPUs.
+
+torch is imported when a kernel runs; nothing here waits for a GPU.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from isograd.cuda import TritonKernel, architecture
+from isograd.losses import cross_entropy_plans, linear_bounds, linear_plans
+from isograd.plan import DTYPES, KernelSku
+from isograd.registry import register_kernel
+
+
+# --- one number, or one a row ----------------------------------------------------------------------------------------
+def total(values: Any) -> Any:
+    """The order-free sum of all elements."""
+    from isograd.reduction import cuda as reduction
+
+    return reduction.sum(values)
+
+
+def divided(a: Any, b: Any) -> Any:
+    """The quotient of tensors of one device, rounded once, its NaN the canonical one."""
+    import torch
+
+    quotient = torch.div(a, b)  # two tensors: a number would become a product with its reciprocal
+    return torch.where(quotient.isnan(), torch.full_like(quotient, float("nan")), quotient)
+
+
+def target_total(targets: Any, weight: Any, classes: int, ignore_index: int, work: str) -> Any:
+    """The number of targets that are not ignored or, given weights of the classes, the order-free sum of theirs.
+
+    The weight of a target that is no class is NaN.
+    """
+    import torch
+
+    flat = targets.reshape(-1).to(torch.int64)
+    fits = -(2**63) <= ignore_index < 2**63
+    kept = flat != ignore_index if fits else torch.ones_like(flat, dtype=torch.bool)
+    if weight is None:
+        return kept.sum().to(getattr(torch, work))
+    inside = (flat >= 0) & (flat < classes)
+    own = torch.where(inside, weight[torch.where(inside, flat, 0)], float("nan"))
+    return total(torch.where(kept, own, 0.0))
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+class TritonCrossEntropy(TritonKernel):
+    """Cross entropy on a GPU; needs no workspace."""
+
+    def sku(self, descriptor: Any) -> KernelSku:
+        """The kernel's identity."""
+        return cross_entropy_plans.sku(descriptor, self.backend, architecture())
+
+    def compute(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any) -> None:
+        """Launch on the current stream of the tensors' device."""
+        from isograd import faults
+        from isograd.losses.triton_launch import cross_entropy
+
+        cross_entropy(descriptor, arguments)
+        faults.after_launch(arguments["logits"].device)
+
+
+class TritonLinear(TritonKernel):
+    """A linear layer's products by torch, and cross entropy in place of a chunk's logits."""
+
+    def sku(self, descriptor: Any) -> KernelSku:
+        """The kernel's identity."""
+        return linear_plans.sku(descriptor, self.backend, architecture(), linear_bounds.accumulated)
+
+    def compute(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any) -> None:
+        """Launch on the current stream of the tensors' device."""
+        from isograd.losses.linear_torch import linear_cross_entropy
+
+        linear_cross_entropy(descriptor, arguments)
+
+
+for _dtype in DTYPES:
+    for _operation in cross_entropy_plans.OPERATIONS:
+        register_kernel(_operation, "cuda", _dtype, TritonCrossEntropy())
+    for _operation in linear_plans.OPERATIONS:
+        register_kernel(_operation, "cuda", _dtype, TritonLinear())

@@ -1,0 +1,291 @@
+"""How the Triton kernels of cross entropy are configured and launched, on torch tensors of one device.
+
+The rules pick tiles from shape, dtype and architecture; nothing is timed at run time, and no choice changes a bit.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from isograd import faults
+from isograd.losses import triton_cross_entropy as kernels
+from isograd.losses.cross_entropy_plans import _CrossEntropy, scalars
+from isograd.numerics.constants import SHORT_ROW
+from isograd.reduction import cuda as reduction
+from isograd.softmax.triton_launch import Configuration, _forward_configuration, _resident, configuration
+from isograd.triton_launcher import Rows, Specification, architecture, c_strides, launch, rows
+
+_INT32_ROW = 1 << 17
+
+
+class _Problem(NamedTuple):
+    """Everything that fixes a kernel: sizes, strides, options, tiles."""
+
+    n: int
+    rows: Rows
+    ignore_index: int
+    code: int
+    state_part: int
+    mode: int
+    weighted: bool
+    z: bool
+    itemsize: int
+    config: Configuration
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether a program's tile runs along the classes."""
+        return _contiguous(self.n, self.rows)
+
+    @property
+    def programs(self) -> int:
+        """Programs that serve all rows."""
+        return self.rows.outer * -(-self.rows.inner // self.config.rows)
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        """What follows the tensors."""
+        return (self.n, self.rows.inner, self.ignore_index, self.code, self.state_part, *self.rows.strides)
+
+    @property
+    def tile(self) -> tuple[Any, ...]:
+        """The constants of the tile."""
+        config = self.config
+        vec = math.gcd(16 // self.itemsize, *self._steps())
+        return (config.block, config.rows, config.group, config.vector, self.contiguous, vec)
+
+    def _steps(self) -> tuple[int, ...]:
+        """Strides, of logits and gradient, of the axes that a tile does not run along."""
+        across = self.rows.inner_strides if self.contiguous else self.rows.axis_strides
+        full = (0, len(across) - 1)
+        return tuple(abs(v) for t in full for v in (across[t], *self.rows.outer_strides[t]))
+
+
+def _contiguous(n: int, problem: Rows) -> bool:
+    full = (0, len(problem.axis_strides) - 1)
+    return n == 1 or all(problem.axis_strides[t] == 1 for t in full) or any(problem.inner_strides[t] != 1 for t in full)
+
+
+def _forward(problem: _Problem, fused: bool) -> Specification:
+    held = problem.n <= problem.config.block
+    long_row = problem.n > (SHORT_ROW if problem.itemsize == 2 else _INT32_ROW)
+    flags = (problem.mode, fused, problem.weighted, problem.z)
+    tail = (*problem.sizes, *flags, *problem.tile, held, long_row, problem.config.native)
+    return Specification(tail, problem.programs, problem.config.warps)
+
+
+def _backward(problem: _Problem) -> Specification:
+    tail = (*problem.sizes, problem.mode, problem.weighted, *problem.tile, problem.config.native)
+    return Specification(tail, problem.programs, problem.config.warps)
+
+
+@functools.lru_cache(maxsize=256)
+def _fixed_numbers(values: tuple[float, ...], work: str, device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=getattr(torch, work), device=device)
+
+
+def numbers(descriptor: _CrossEntropy, weight: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """`Scalars` as a tensor on the device."""
+    values = scalars(descriptor, None)
+    fixed = _fixed_numbers(tuple(float(v) for v in values), descriptor.work, device)
+    if weight is None or not values.spread:
+        return fixed
+    changed = fixed.clone()
+    changed[4] = fixed[0]
+    changed[5] = fixed[1] * reduction.sum(weight)
+    return changed
+
+
+def _inserted(strides: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    """The strides of something that a row has one of, in the logits' dimensions."""
+    return (*strides[:axis], 0, *strides[axis:])
+
+
+def _tiles(n: int, itemsize: int, arch: int, contiguous: bool, inner: int) -> Configuration:
+    """As softmax's, but that one block of 16 warps fills a processor: fewer long rows at a time stay in the cache."""
+    config = configuration(n, itemsize, "log_softmax", arch, contiguous, inner, False)
+    if config.variant == "loop" and contiguous:
+        return config._replace(block=32768 // itemsize, warps=16)
+    return config
+
+
+@functools.lru_cache(maxsize=4096)
+def _problem(
+    descriptor: _CrossEntropy, strides: tuple[tuple[int, ...], ...], state_part: int, itemsize: int, arch: int,
+    config: Configuration | None,
+) -> _Problem:  # fmt: skip
+    n, values = descriptor.classes, scalars(descriptor, None)
+    problem = rows(descriptor.shape, strides, descriptor.axis)
+    if config is None:
+        config = _tiles(n, itemsize, arch, _contiguous(n, problem), problem.inner)
+    mode = kernels.SMOOTH if values.spread else kernels.HARD
+    mode = mode if descriptor.by_index else kernels.PROBABILITIES
+    # One that no index can have stands for one that int64 cannot hold.
+    ignored = descriptor.ignore_index if -(2**63) <= descriptor.ignore_index < 2**63 else -(2**63)
+    code = faults.code(descriptor.operation, "targets", False)
+    flags = (mode.value, descriptor.weighted, bool(values.z))
+    return _Problem(n, problem, ignored, code, state_part, *flags, itemsize, config)
+
+
+def _describe(
+    descriptor: _CrossEntropy, arguments: Mapping[str, Any], names: tuple[str, ...], config: Configuration | None
+) -> _Problem:
+    """The problem of a call; `names` are the operands whose strides the kernel takes, in its order."""
+    x, axis = arguments["logits"], descriptor.axis
+    state = arguments.get("state")
+    strides = []
+    for name in names:
+        if name == "position":
+            strides.append(_inserted(c_strides(descriptor.row_shape), axis))
+        elif name == "probabilities":
+            strides.append((x if descriptor.by_index else arguments["targets"]).stride())
+        elif name in ("logits", "dlogits"):
+            strides.append(arguments.get(name, x).stride())
+        elif name not in arguments or (name == "targets" and not descriptor.by_index):
+            strides.append((0,) * x.dim())
+        else:
+            strides.append(_inserted((state[0] if name == "state" else arguments[name]).stride(), axis))
+    part = 0 if state is None else state.stride(0)
+    return _problem(descriptor, tuple(strides), part, x.element_size(), architecture(x), config)
+
+
+# --- long rows, on Hopper and its successor --------------------------------------------------------------------------
+class _Staged(NamedTuple):
+    """A problem for `gluon_cross_entropy.gradient_staged`."""
+
+    n_rows: int
+    n: int
+    ignore_index: int
+    strides: tuple[int, ...]
+    weighted: bool
+    z: bool
+    config: Configuration
+
+    @property
+    def tail(self) -> tuple[Any, ...]:
+        """What follows the tensors."""
+        from isograd.softmax import gluon_kernels
+
+        config = self.config
+        masked = config.block * config.ctas != self.n
+        tile = (config.block, config.ctas, config.group, config.vector, masked)
+        layouts = (gluon_kernels.layout_of(config), gluon_kernels.shared_layout_of(config))
+        sizes = (self.n_rows, self.n, self.ignore_index, *self.strides)
+        return (*sizes, self.weighted, self.z, *tile, *layouts)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The compiler's options."""
+        config = self.config
+        options = {"num_warps": config.warps, "enable_fp_fusion": False, "maxnreg": config.registers}
+        return options | ({"num_ctas": config.ctas} if config.ctas > 1 else {})
+
+
+def staged(problem: _Problem, arch: int, addresses: Sequence[int]) -> _Staged | None:
+    """The problem of the kernel for long rows, if it serves this one: plain targets, rows that start at 16 bytes."""
+    layout, itemsize = problem.rows, problem.itemsize
+    if problem.mode != kernels.HARD.value or not 90 <= arch < 110 or layout.outer_shape:
+        return None
+    longest = SHORT_ROW if itemsize == 2 else _INT32_ROW
+    block = 1 << max(problem.n - 1, 0).bit_length()
+    if itemsize == 8 or problem.n > longest or block * itemsize < 16384 or (itemsize == 2 and block <= 8192):
+        return None
+    logits, _, target, _, dlosses, losses, _, dlogits = layout.inner_strides
+    steps = (logits * itemsize, dlogits * itemsize, *addresses)
+    if {layout.axis_strides[0], layout.axis_strides[-1]} != {1} or any(s % 16 for s in steps):
+        return None
+    strides = (logits, target, dlosses, losses, dlogits)
+    config = _forward_configuration(block, itemsize)
+    if config.variant != "staged":
+        config = config._replace(variant="staged")
+    return _Staged(layout.inner, problem.n, problem.ignore_index, strides, problem.weighted, problem.z, config)
+
+
+_PREPARED_LIMIT = 1024
+_prepared: dict[Any, Callable[..., None]] = {}
+
+
+def _prepare(problem: _Staged, tensors: Sequence[torch.Tensor]) -> Callable[..., None]:
+    """Compile and load; what comes back takes the stream and the tensors' addresses."""
+    from isograd.losses.gluon_cross_entropy import gradient_staged
+
+    tail = problem.tail
+    compiled = gradient_staged.warmup(*tensors, *tail, grid=(problem.n_rows,), **problem.options)
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    size = min(problem.n_rows, _resident(compiled, problem.config))
+
+    def launch_prepared(stream: int, *addresses: int) -> None:
+        run(size, 1, 1, stream, function, metadata, None, None, None, *addresses, *tail)
+
+    return launch_prepared
+
+
+def _launch_staged(problem: _Staged, tensors: Sequence[torch.Tensor]) -> None:
+    index = tensors[0].get_device()
+    addresses = [t.data_ptr() for t in tensors]
+    key = (problem, index, *[t.dtype for t in tensors], *[a & 15 for a in addresses])
+    with torch.cuda.device(index):
+        prepared = _prepared.get(key)
+        if prepared is None:
+            if len(_prepared) >= _PREPARED_LIMIT:
+                _prepared.clear()
+            prepared = _prepared[key] = _prepare(problem, tensors)
+        prepared(torch._C._cuda_getCurrentRawStream(index), *addresses)
+
+
+def report_targets(operation: str, targets: torch.Tensor, n: int, ignore_index: int) -> None:
+    """Note a target of a 1-D tensor that is no class."""
+    count, block = targets.numel(), 1024
+    ignored = ignore_index if -(2**63) <= ignore_index < 2**63 else -(2**63)
+    tail = (count, targets.stride(0) if count > 1 else 1, n, ignored, faults.code(operation, "targets", False), block)
+    launch(kernels.check_targets, (targets, faults.flag(targets.device)), _as_it_is, tail, -(-count // block))
+
+
+def _as_it_is(tail: tuple[Any, ...], programs: int) -> Specification:
+    return Specification(tail, programs)
+
+
+_FORWARD = ("logits", "probabilities", "targets", "position", "dlosses", "losses", "state", "dlogits")
+_BACKWARD = ("logits", "probabilities", "targets", "position", "dlosses", "state", "dlogits")
+
+
+def cross_entropy(descriptor: _CrossEntropy, arguments: Mapping[str, Any], config: Configuration | None = None) -> None:
+    """Any of the three operations on the plan's arguments, on the current stream of their device.
+
+    Whoever calls this for a user calls `faults.after_launch` next.
+    """
+    x, targets, weight = arguments["logits"], arguments["targets"], arguments.get("weight")
+    if descriptor.rows == 0:
+        return
+    flag = faults.flag(x.device)
+    constants = numbers(descriptor, weight, x.device)
+    # What is absent is never looked at, but an address has to stand there.
+    y, index = (x, targets) if descriptor.by_index else (targets, flag)
+    common = (x, y, index, constants if weight is None else weight.contiguous(), constants)
+    if descriptor.operation == "cross_entropy_backward":
+        problem = _describe(descriptor, arguments, _BACKWARD, config)
+        tensors = (*common, arguments["dlosses"], arguments["state"], arguments["dlogits"], flag)
+        launch(kernels.backward, tensors, _backward, problem)
+    else:
+        fused = descriptor.operation == "cross_entropy_gradient"
+        losses = arguments["losses"]
+        problem = _describe(descriptor, arguments, _FORWARD, config)
+        tensors = (
+            *common,
+            arguments.get("dlosses", losses),
+            losses,
+            arguments.get("state", losses),
+            arguments.get("dlogits", x),
+            flag,
+        )
+        places = (x.data_ptr(), arguments["dlogits"].data_ptr()) if fused and config is None else ()
+        long_rows = staged(problem, architecture(x), places) if places else None
+        if long_rows is None:
+            launch(kernels.forward, tensors, _forward, problem, fused)
+            return
+        report_targets(descriptor.operation, targets.reshape(-1), descriptor.classes, descriptor.ignore_index)
+        dlosses, dlogits = arguments["dlosses"], arguments["dlogits"]
+        _launch_staged(long_rows, (x, targets, common[3], constants, dlosses, losses, dlogits))

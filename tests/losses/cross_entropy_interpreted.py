@@ -1,0 +1,203 @@
+"""Run under TRITON_INTERPRET=1: compare the Triton kernels of cross entropy with the reference in the interpreter.
+
+    python cross_entropy_interpreted.py hard|smooth|probabilities|faults|linear|reductions
+
+Prints the number of cases and of those that differ. Not a test itself: the variable acts when triton is imported.
+"""
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "softmax"))
+import interpreter_patches
+from cross_entropy_problems import NUMPY, Problem, by_definition, problem, raw
+
+import isograd as ig
+from isograd.losses import cross_entropy_reference as reference
+from isograd.losses import cuda, linear_bounds, linear_reference
+from isograd.losses.linear_torch import linear_cross_entropy
+from isograd.losses.triton_launch import cross_entropy
+from isograd.softmax.triton_launch import Configuration
+
+INTEGER = {"float16": np.int16, "bfloat16": np.int16, "float32": np.int32, "float64": np.int64}
+Case = tuple[str, bool]
+KINDS = (ig.CrossEntropyDescriptor, ig.CrossEntropyBackwardDescriptor, ig.CrossEntropyGradientDescriptor)
+
+# shape, axis, tile: rows in one tile, rows that no power of two divides, other axes, rows longer than a tile
+LOOP, STRIP = Configuration("loop", 16, 2, 4, 4, 2), Configuration("loop", 16, 4, 4, 2, 1)
+CASES: tuple[tuple[tuple[int, ...], int, Configuration | None], ...] = (
+    ((6, 64), 1, None),
+    ((5, 37), 1, None),
+    ((7,), 0, None),
+    ((5, 1), 1, None),
+    ((3, 20, 12), 1, None),
+    ((3, 70), 1, LOOP),
+    ((2, 20, 3, 2), 1, STRIP),
+)
+
+
+def to_torch(x: Any) -> torch.Tensor:
+    """A tensor with the strides of a NumPy array, or at least its bits."""
+    if x.dtype.name == "uint32":
+        return torch.from_numpy(np.ascontiguousarray(x).view(np.int32).copy()).view(torch.uint32)
+    if x.dtype.name not in INTEGER:
+        return torch.from_numpy(np.array(x))
+    return torch.from_numpy(x.view(INTEGER[x.dtype.name]).copy(order="K")).view(getattr(torch, x.dtype.name))
+
+
+def to_numpy(t: torch.Tensor) -> Any:
+    name = str(t.dtype).removeprefix("torch.")
+    return t.view(getattr(torch, np.dtype(INTEGER[name]).name)).numpy().view(NUMPY[name])
+
+
+def by_triton(p: Problem, config: Configuration | None) -> list[Any]:
+    """(losses, state, gradient from the state, losses and gradient at once, in place) of the Triton kernels."""
+    rows, of = p.dlosses.shape, getattr(torch, p.dlosses.dtype.name)
+    forward, backward, both = (kind(*p.fields).validated() for kind in KINDS)
+    given = {name: to_torch(a) for name, a in p.given.items()}
+    losses, state = torch.full(rows, 7, dtype=of), torch.full((4, *rows), 7, dtype=of)
+    cross_entropy(forward, given | {"losses": losses, "state": state}, config)
+    dx, g = torch.full_like(given["logits"], 7), to_torch(p.dlosses)
+    cross_entropy(backward, given | {"dlosses": g, "state": state, "dlogits": dx}, config)
+    again = torch.full(rows, 7, dtype=of)
+    place = given["logits"]
+    cross_entropy(both, given | {"dlosses": g, "losses": again, "dlogits": place}, config)
+    return [to_numpy(t) for t in (losses, state, dx, again, place)]
+
+
+def special(rng: np.random.Generator, p: Problem) -> Problem:
+    """Special values strewn over the logits and, where they are probabilities, over the targets."""
+    pool = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0, 6e4, -6e4])
+    with np.errstate(all="ignore"):
+        x = np.where(rng.random(p.logits.shape) < 0.02, rng.choice(pool, p.logits.shape), p.logits)
+        targets = p.targets
+        if targets.ndim == x.ndim:
+            targets = np.where(rng.random(x.shape) < 0.01, rng.choice(pool, x.shape), targets).astype(targets.dtype)
+        return p._replace(logits=x.astype(p.logits.dtype), targets=targets)
+
+
+def compared(kind: str) -> Iterator[Case]:
+    rng = np.random.default_rng(60)
+    index = itertools.cycle([np.int64, np.int32, np.uint32])
+    for dtype in NUMPY:
+        for shape, axis, config in CASES:
+            for weighted, z_loss in ((False, 0.0), (True, 1e-2)):
+                options = {"weighted": weighted, "z_loss": z_loss, "index": next(index)}
+                p = special(rng, problem(rng, shape, NUMPY[dtype], axis, kind=kind, **options))
+                with np.errstate(all="ignore"):
+                    got, expected = by_triton(p, config), by_definition(p)
+                wrong = [i for i, pair in enumerate(zip(got, expected, strict=True)) if raw(pair[0]) != raw(pair[1])]
+                yield f"{kind} {dtype} {shape} {axis} {options} results {wrong}", not wrong
+    # Gradients and logits with strides of their own, and a gradient of the loss that all rows share.
+    p = problem(rng, (6, 40), np.float32, kind=kind)
+    p = p._replace(logits=np.asfortranarray(p.logits), dlosses=np.full(6, p.dlosses[0]))
+    descriptor = ig.CrossEntropyGradientDescriptor(*p.fields).validated()
+    losses, dx = torch.empty(6), torch.empty(6, 80)[:, ::2]
+    g = torch.tensor(p.dlosses[0]).expand(6)
+    given = {name: to_torch(a) for name, a in p.given.items()}
+    cross_entropy(descriptor, given | {"dlosses": g, "losses": losses, "dlogits": dx})
+    expected = by_definition(p)
+    yield f"{kind} strides", (raw(to_numpy(losses)), raw(to_numpy(dx))) == (raw(expected[0]), raw(expected[2]))
+
+
+def faults() -> Iterator[Case]:
+    rng = np.random.default_rng(61)
+    for index, bad in ((np.int64, 40), (np.int64, -1), (np.int32, -7), (np.uint32, 41), (np.int64, 2**40)):
+        p = problem(rng, (2, 40, 3), np.float32, index=index, ignored=0)
+        targets = p.targets.copy()
+        targets[1, 1] = bad
+        with np.errstate(all="ignore"):
+            got, expected = by_triton(p._replace(targets=targets), None), by_definition(p)
+        marked = [np.isnan(got[0][1, 1]), np.isnan(got[1][:, 1, 1]).all(), np.isnan(got[2][1, :, 1]).all()]
+        kept = np.ones((2, 3), bool)
+        kept[1, 1] = False
+        others = [raw(got[0][kept]) == raw(expected[0][kept])]
+        others.append(raw(np.moveaxis(got[2], 1, 2)[kept]) == raw(np.moveaxis(expected[2], 1, 2)[kept]))
+        others.append(raw(np.moveaxis(got[4], 1, 2)[kept]) == raw(np.moveaxis(expected[2], 1, 2)[kept]))
+        try:
+            ig.check()
+            message = "nothing"
+        except ig.IndexOutOfRangeError as error:
+            message = str(error)
+        told = f"targets has {bad} at flat position 4; accepted: 0 to 39" in message
+        yield f"fault {bad}: {marked} {others} {message}", all(marked) and all(others) and told
+    ig.check()
+    p = problem(rng, (4, 8), np.float32)
+    by_triton(p, None)
+    ig.check()
+    yield "no fault", True
+
+
+def linear() -> Iterator[Case]:
+    """The products are torch's on the CPU here; small integers make them exact, so the reference's bits are due."""
+    rng = np.random.default_rng(62)
+    for dtype, chunk, full in itertools.product(("float32", "bfloat16", "float64"), (0, 2, 3), (False, True)):
+        of, wide = NUMPY[dtype], np.float64 if dtype == "float64" else np.float32
+        hidden, weight = (rng.integers(-2, 3, shape).astype(of) for shape in ((5, 4), (9, 4)))
+        inputs = {"hidden": hidden, "weight": weight, "targets": np.array([1, -100, 8, 0, 3])}
+        if full:
+            inputs |= {"bias": rng.integers(-2, 3, 9).astype(of), "class_weight": rng.random(9).astype(wide)}
+        g = rng.standard_normal(5).astype(wide)
+        options = {"label_smoothing": 0.1, "z_loss": 1e-2} if full else {}
+        fields = (5, 4, 9, dtype, "int64", full, full, -100, *(options.values() or (0.0, 0.0)), chunk)
+        given = {name: to_torch(a) for name, a in inputs.items()}
+        of_t, wide_t = to_torch(hidden).dtype, to_torch(g).dtype
+        losses, again = torch.full((5,), 7, dtype=wide_t), torch.full((5,), 7, dtype=wide_t)
+        out = {"dhidden": torch.full((5, 4), 7, dtype=of_t), "dweight": torch.full((9, 4), 7, dtype=of_t)}
+        if full:
+            out["dbias"] = torch.full((9,), 7, dtype=of_t)
+        linear_cross_entropy(ig.LinearCrossEntropyDescriptor(*fields).validated(), given | {"losses": losses})
+        both = ig.LinearCrossEntropyGradientDescriptor(*fields).validated()
+        linear_cross_entropy(both, given | {"dlosses": to_torch(g), "losses": again} | out)
+        expected = linear_reference.linear_cross_entropy_gradient(g, **inputs, **options)
+        exact = [raw(to_numpy(losses)) == raw(expected[0]), raw(to_numpy(again)) == raw(expected[0])]
+        bounds = linear_bounds.error_bound("linear_cross_entropy_gradient", linear_bounds.accumulated)(
+            dlosses=g, **inputs, **options
+        )
+        truth = linear_reference.oracle_linear_cross_entropy_gradient(g, **inputs, **options)
+        for tensor, right, limit in zip(out.values(), truth[1:], bounds[1:], strict=True):
+            exact.append(bool((np.abs(to_numpy(tensor).astype(np.longdouble) - right) <= limit).all()))
+        yield f"linear {dtype} {chunk} {full}: {exact}", all(exact)
+
+
+def reductions() -> Iterator[Case]:
+    """What a mean divides by, and the quotient."""
+    rng = np.random.default_rng(63)
+    for index, work in itertools.product((np.int64, np.int32, np.uint32), ("float32", "float64")):
+        p = problem(rng, (40, 9), NUMPY[work], index=index, weighted=True)
+        ignored = p.options.get("ignore_index", -100)
+        targets = to_torch(p.targets)
+        for weight in (None, p.weight):
+            got = cuda.target_total(targets, None if weight is None else to_torch(weight), 9, ignored, work)
+            expected = reference.denominator(p.targets, 40, NUMPY[work], weight, ignored)
+            yield f"total {index} {work}", raw(to_numpy(got)) == raw(np.asarray(expected))
+            quotient = cuda.divided(to_torch(p.dlosses[:1]).reshape(()), got)
+            yield "quotient", raw(to_numpy(quotient)) == raw(np.asarray(p.dlosses[0] / expected))
+        sums = cuda.total(to_torch(p.dlosses))
+        yield "sum", raw(to_numpy(sums)) == raw(reference.reduced(p.dlosses, "sum"))
+    nan = cuda.divided(torch.zeros(()), torch.zeros(()))
+    yield "0 / 0", to_numpy(nan).view(np.int32) == 0x7FC00000
+
+
+def main() -> None:
+    interpreter_patches.patch_index()
+    interpreter_patches.patch_fma()
+    interpreter_patches.patch_cast()
+    suite = sys.argv[1]
+    others = {"faults": faults, "linear": linear, "reductions": reductions}
+    found = list(others[suite]() if suite in others else compared(suite))
+    for what, right in found:
+        if not right:
+            print(what, file=sys.stderr)
+    print(len(found), sum(not right for _, right in found))
+
+
+if __name__ == "__main__":
+    main()
