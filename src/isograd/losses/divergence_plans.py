@@ -205,7 +205,7 @@ class NumbaKlDiv(NumbaKernel):
         with default_environment():
             from isograd.losses import numba_divergence as kernels
             from isograd.numerics.numba_memory import BLOCK
-        x, t, loss = arguments["input"], arguments["target"], arguments["loss"]
+        x, t, loss = (arguments[name] for name in ("input", "target", "loss"))
         like, zero = kernel_type(x.dtype), work_zero(descriptor.dtype)
         log_target, shape = descriptor.log_target, descriptor.shape
         if descriptor.reduction == "none":
@@ -219,16 +219,16 @@ class NumbaKlDiv(NumbaKernel):
             return
         count, outer, n, steps = piece_walk(shape, tuple(map(element_strides, (x, t))), BLOCK) if x.size else _NOTHING
         # Sums of whole numbers and maxima: which pieces share a slot leaves no trace.
-        grain = parallel.grain(count, min(n, BLOCK))
-        slots = -(-count // grain)
-        keys = np.zeros(max(slots, 1), np.int64 if descriptor.dtype == "float64" else np.int32)
-        highs, lows, specials = np.zeros(slots, np.int64), np.zeros(slots, np.uint64), np.zeros(slots, np.int64)
-        head = (like, zero, address(x), address(t), *outer, n, *steps, log_target)
-        if count:
-            parallel.for_ranges(kernels.kl_magnitude, count, grain, *head, keys, grain)
+        size = parallel.grain(count, min(n, BLOCK))
+        slots = -(-count // size)
+        keys = np.zeros(slots + 1, np.int64 if descriptor.dtype == "float64" else np.int32)
+        highs, lows, done, specials = (np.zeros(slots, t) for t in (np.int64, np.uint64, np.int64, np.int64))
+        head = (like, zero, address(x), address(t), *outer, n, *steps, log_target, keys, highs, lows, done)
+        if slots:
+            parallel.for_ranges(kernels.kl_try, slots, 1, *head, np.zeros_like(keys[:1]), count, size)
         key = keys.max()
-        if count:
-            parallel.for_ranges(kernels.kl_sum, count, grain, *head, key, highs, lows, specials, grain)
+        if slots:
+            parallel.for_ranges(kernels.kl_sum, slots, 1, *head, specials, key, count, size)
         share = type(zero)(divisor(descriptor.reduction, shape))
         parallel.for_ranges(kernels.finish_sum, 1, 1, zero, key, highs, lows, specials, share, address(loss))
 

@@ -196,25 +196,40 @@ class TopRow(NamedTuple):
     q: Floats  # the student's probabilities, all classes
     log_q: Floats  # its log-probabilities at the classes that the teacher names
     log_q_rest: Any
-    rest_sum: LogSum  # logarithmic sum of the student's other classes
+    shares: Floats | None  # what each class has of the rest, None where there is none
     p: Floats
     p_rest: Any
     valid: bool
 
 
-def _rest_sum(rows: Rows, indices: Integers) -> LogSum:
-    """The logarithmic sum of the classes besides `indices` of a single row."""
+def _shares(rows: Rows, total: int) -> Floats:
+    """The exponentials of a single row over an integer sum of some of them, as softmax divides."""
+    form = ref.FORMATS[rows.z.dtype]
+    of, down = form.dtype, form.dtype(2.0**-rows.exponentials.scale)
+    s, rest = family._pair(total, -rows.exponentials.bits, form)
+    r = of(1) / s
+    r_low = ref.fma(-r, rest, ref.fma(-r, s, of(1))) * r
+    if form.bits == 32:
+        r, r_low = r * down, r_low * down
+    e, error = rows.exponentials.e[0], rows.exponentials.error[0]
+    low = np.where(rows.z[0] == rows.z[0, rows.largest[0]], ref.fma(error, r, e * r_low), e * r_low)
+    y = ref.fma(e, r, low)
+    return y * down if form.bits == 64 else y
+
+
+def _rest(rows: Rows, indices: Integers) -> tuple[LogSum, Floats | None]:
+    """(logarithmic sum, shares) of the classes besides `indices` of a single row."""
     of = rows.z.dtype.type
     terms = rows.exponentials.terms[0]
     rest = sum(terms) - sum(terms[j] for j in indices)
     if rest >= 1 << (rows.exponentials.bits - REST_BITS):
         m = rows.z[:, rows.largest[0]]
-        return _log_sum(rows.exponentials, m, rows.largest, [rest])
+        return _log_sum(rows.exponentials, m, rows.largest, [rest]), _shares(rows, rest)
     others = rows.z.copy()
     others[0, indices] = -np.inf
     if np.max(others) == -np.inf:
-        return LogSum(np.array([-np.inf], of), np.zeros(1, of), np.zeros(1, of))
-    return rows_of(others).log_sum
+        return LogSum(np.array([-np.inf], of), np.zeros(1, of), np.zeros(1, of)), None
+    return rows_of(others).log_sum, family.softmax(others[0])
 
 
 def _teacher_rest(log_p: Floats, classes: int) -> Any:
@@ -233,13 +248,13 @@ def _top_row(z: Floats, log_p: Floats, indices: Integers) -> TopRow:
     valid = bool(rows.valid[0] and (log_p <= of(0.5)).all())
     if not valid:
         nothing = np.full(1, np.nan, z.dtype)
-        return TopRow(z, z, log_p, nothing, LogSum(nothing, nothing, nothing), log_p, nothing, False)
-    rest_sum = _rest_sum(rows, indices)
+        return TopRow(z, z, log_p, nothing, None, log_p, nothing, False)
+    rest_sum, shares = _rest(rows, indices)
     high, low = _difference(rest_sum, rows.log_sum)
     log_q_rest = np.where(np.isinf(high), high, high + low)
     log_q = log_probability(z[indices], rows.log_sum)
     p_rest = _teacher_rest(log_p, len(z))
-    return TopRow(z, family.softmax(z), log_q, log_q_rest, rest_sum, ref.exp(log_p), p_rest, True)
+    return TopRow(z, family.softmax(z), log_q, log_q_rest, shares, ref.exp(log_p), p_rest, True)
 
 
 def _top_terms(row: TopRow, log_p: Floats) -> Floats:
@@ -279,8 +294,8 @@ def _top_slopes(row: TopRow, indices: Integers) -> Floats:
     if not row.valid:
         return np.full_like(row.z, np.nan)
     slopes = row.q
-    if row.p_rest != 0 and row.rest_sum.top[0] != -np.inf:
-        slopes = row.q - row.p_rest * ref.exp(log_probability(row.z, row.rest_sum))
+    if row.p_rest != 0 and row.shares is not None:
+        slopes = row.q - row.p_rest * row.shares
     slopes[indices] = row.q[indices] - row.p
     return slopes
 
