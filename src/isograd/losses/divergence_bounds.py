@@ -6,6 +6,7 @@ scaling by 1 / T, which is exact for powers of two, leaves of the logits: 3u |z|
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,8 @@ def _reduced(losses: Floats, errors: Floats, reduction: str, dtype: str) -> Floa
     """The bound of the reduced losses from those of single ones."""
     work = work_name(dtype)
     count = ref.divisor(reduction, losses.shape)
+    value: Floats
+    error: Floats
     with np.errstate(all="ignore"):
         if reduction == "none":
             value, error = losses, errors
@@ -45,7 +48,7 @@ def _reduced(losses: Floats, errors: Floats, reduction: str, dtype: str) -> Floa
             value = np.asarray(losses.sum() / _WIDE(count))
             error = np.asarray((errors.sum() + sum_error(losses, work)) / _WIDE(max(count, 1)))
         overflow = np.isfinite(value) & (np.abs(value) * max(count, 1) > family._FORMATS[work][2])
-        return np.where(overflow, np.inf, error + 2 * family.ulp(value, work))
+        return np.asarray(np.where(overflow, np.inf, error + 2 * family.ulp(value, work)))
 
 
 def _kl_parts(input: Floats, target: Floats, log_target: bool) -> tuple[Floats, Floats, Floats]:  # noqa: A002
@@ -91,7 +94,7 @@ def _kl_div_backward(
 def _delta(z: Floats, temperature: float, u: float) -> Floats:
     """What the scaled logits are off by; nothing where the scaling is exact."""
     exact = math.frexp(temperature)[0] == 0.5
-    return np.zeros_like(z) if exact else np.where(np.isfinite(z), 3 * u * np.abs(z), 0)
+    return np.where(np.isfinite(z) & (not exact), 3 * u * np.abs(z), 0)
 
 
 def _mean(p: Floats, values: Floats) -> Floats:
@@ -127,7 +130,7 @@ def _row_terms(dtype: str, student: Floats, teacher: Floats, temperature: float)
 def _rest_error(log_p: Floats, dtype: str) -> Floats:
     """How far the teacher's rest is off."""
     u, bits, _, _ = family._work(dtype)
-    return 2 * u * np.exp(log_p).sum(-1) + log_p.shape[-1] * 2.0 ** (1 - bits) + u
+    return np.asarray(2 * u * np.exp(log_p).sum(-1) + log_p.shape[-1] * 2.0 ** (1 - bits) + u)
 
 
 def _rest_relative(dtype: str, n: int) -> float:
@@ -211,7 +214,7 @@ def _distillation_loss_backward(
         return np.where(np.isfinite(dx) & (np.abs(dx) > family._FORMATS[dtype][2]), np.inf, error)
 
 
-_EVALUATE = {
+_EVALUATE: dict[str, Callable[..., Floats]] = {
     "kl_div": _kl_div,
     "kl_div_backward": _kl_div_backward,
     "distillation_loss": _distillation_loss,

@@ -268,7 +268,7 @@ def _check_indices(operation: str, indices: Any, classes: int) -> None:
     grain = parallel.grain(count, k)
     found = np.zeros(-(-count // grain), np.int64)
     tail = (*outer, classes, k, strides[-1], found, grain)
-    parallel.for_ranges(unfit_rows, count, grain, indices.dtype.type(0), address(indices), *tail)
+    parallel.for_ranges(unfit_rows, count, grain, address(indices), *tail)
     if found.any():
         _refuse_indices(operation, indices, classes)
 
@@ -296,9 +296,11 @@ class NumbaDistillation(NumbaKernel):
 
     def launch(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any, stream: Any) -> None:
         """Compute on the library's threads; IndexOutOfRangeError before anything is written."""
+        logits = [arguments[name] for name in ("student", "teacher")]
         if descriptor.classes is not None:
-            _check_indices(descriptor.operation, arguments["indices"], descriptor.shape[-1])
-        logits = [arguments[name] for name in ("student", "teacher", "indices") if name in arguments]
+            # One type of index for the kernels; there are few beside the logits.
+            logits.append(arguments["indices"].astype(np.int64, copy=False))
+            _check_indices(descriptor.operation, logits[2], descriptor.shape[-1])
         factors = temperature_of(descriptor.temperature, logits[0].dtype)
         leading, zero = descriptor.shape[:-1], work_zero(descriptor.dtype)
         share = type(zero)(1 if descriptor.reduction == "none" else divisor(descriptor.reduction, leading))
@@ -327,7 +329,6 @@ class NumbaDistillation(NumbaKernel):
         module: Any = numba_distillation_top if top else numba_distillation
         function = getattr(module, f"distillation_{'top_' if top else ''}{name}")
         likes = [_zero_of(descriptor, name) for name in ("dtype", "teacher_dtype")]
-        likes += [np.dtype(descriptor.index_dtype).type(0)] if top else []
         strides = [element_strides(a) for a in operands]
         count, outer = row_walk(descriptor.shape[:-1], tuple(s[:rank] for s in strides))
         sizes = (n, descriptor.classes) if top else (n,)

@@ -58,7 +58,7 @@ def perturbed(logits: Floats, tau: float, seed: int, offset: int) -> Floats:
     """(x + g) * (1 / tau) in the work type."""
     of = ref.work_dtype(logits.dtype)
     with np.errstate(all="ignore"):
-        return (ref.widen(logits) + noise(logits.shape, logits.dtype, seed, offset)) * (of(1) / of(tau))
+        return np.asarray((ref.widen(logits) + noise(logits.shape, logits.dtype, seed, offset)) * (of(1) / of(tau)))
 
 
 def gumbel_softmax(

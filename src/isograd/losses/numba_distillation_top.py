@@ -1,4 +1,7 @@
-"""Distillation from a teacher's best classes on the CPU: their log-probabilities, and one bucket for the rest."""
+"""Distillation from a teacher's best classes on the CPU: their log-probabilities, and one bucket for the rest.
+
+Indices are int64.
+"""
 
 import numpy as np
 
@@ -38,14 +41,14 @@ from isograd.softmax.numba_steps import (
 
 
 @kernel
-def unfit_rows(like, i_address, shape, i_strides, n, k, i_stride, found, grain, start, stop):
+def unfit_rows(i_address, shape, i_strides, n, k, i_stride, found, grain, start, stop):
     """The first row of a range, from 1, that names a class twice or one that there is not; 0 where there is none."""
-    indices = pointer(i_address, like)
+    indices = pointer(i_address, n)
     seen = np.zeros(n, np.int64)
     for row in range(start, stop):
         io = row_offset(row, shape, i_strides)
         for j in range(k):
-            index = np.int64(load(indices, io + j * i_stride))
+            index = load(indices, io + j * i_stride)
             if index < 0 or index >= n or seen[index] == row + 1:
                 found[start // grain] = row + 1
                 return
@@ -104,7 +107,7 @@ def _maximum_of(z, n, block, zero):
 def _gather(z, indices, io, i_stride, k, named):
     """The elements of z that the teacher names."""
     for j in range(k):
-        store(named, j, load(z, np.int64(load(indices, io + j * i_stride))))
+        store(named, j, load(z, load(indices, io + j * i_stride)))
 
 
 @device_function
@@ -119,13 +122,13 @@ def _rest_exponentials(z, n, indices, io, i_stride, named, k, block, hi, lo, m, 
         return hi, lo, m
     # Small beside the others, and known to few bits in their units: a sum in its own.
     for j in range(k):
-        store(z, np.int64(load(indices, io + j * i_stride)), -work_infinity(zero))
+        store(z, load(indices, io + j * i_stride), -work_infinity(zero))
     m = _maximum_of(z, n, block, zero)
     if m > -work_infinity(zero):
         base, floor, bias = row_shift(m, zero)
         hi, lo = _sum_of(z, n, block, m, base, floor, bias, zero)
     for j in range(k):
-        store(z, np.int64(load(indices, io + j * i_stride)), load(named, j))
+        store(z, load(indices, io + j * i_stride), load(named, j))
     return hi, lo, m
 
 
@@ -144,12 +147,12 @@ def _teacher_rest(log_p, k, n, block, zero):
 
 @kernel
 def distillation_top_rows(
-    like, teacher_like, index_like, zero, x_address, t_address, i_address, loss_address, shape, x_strides, t_strides,
+    like, teacher_like, zero, x_address, t_address, i_address, loss_address, shape, x_strides, t_strides,
     i_strides, loss_strides, n, k, x_stride, t_stride, i_stride, factor, square, start, stop,
 ):  # fmt: skip
     """The loss of every row."""
     x, t, loss = pointer(x_address, like), pointer(t_address, teacher_like), pointer(loss_address, zero)
-    indices = pointer(i_address, index_like)
+    indices = pointer(i_address, n)
     block = stack_block(zero)
     scratch = empty_work(n + 3 * k + 1, zero)
     z, named = pointer(scratch.ctypes.data, zero), pointer(scratch.ctypes.data + n * scratch.itemsize, zero)
@@ -192,13 +195,13 @@ def distillation_top_rows(
 
 @kernel
 def distillation_top_gradient(
-    like, teacher_like, index_like, zero, g_address, x_address, t_address, i_address, dx_address, shape, g_strides,
+    like, teacher_like, zero, g_address, x_address, t_address, i_address, dx_address, shape, g_strides,
     x_strides, t_strides, i_strides, dx_strides, n, k, x_stride, t_stride, i_stride, dx_stride, factor, temperature,
     divisor, start, stop,
 ):  # fmt: skip
     """The gradient of every row for the student's logits; dx may be the student's logits."""
     g, x, t = pointer(g_address, zero), pointer(x_address, like), pointer(t_address, teacher_like)
-    indices, dx = pointer(i_address, index_like), pointer(dx_address, like)
+    indices, dx = pointer(i_address, n), pointer(dx_address, like)
     block = stack_block(zero)
     scratch = empty_work(n + 2 * k, zero)
     z, named = pointer(scratch.ctypes.data, zero), pointer(scratch.ctypes.data + n * scratch.itemsize, zero)
@@ -255,5 +258,5 @@ def distillation_top_gradient(
                     store(block, i, upstream * (quotient(e, r, r_low, largest, zero) - p_rest * share))
             store_block(dx, dxo + j * dx_stride, dx_stride, count, block)
         for j in range(k):
-            index = np.int64(load(indices, io + j * i_stride))
+            index = load(indices, io + j * i_stride)
             store(dx, dxo + index * dx_stride, narrow(load(named, j), load(dx, dxo)))

@@ -51,7 +51,7 @@ _FORCE = {"forceinline": True}
 _MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _K0, _K1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
-_LAST = np.uint64(LAST_WORD)
+_LAST, _ALL = np.uint64(LAST_WORD), np.uint64(0xFFFFFFFFFFFFFFFF)
 _UNIT_32, _HALF_32 = np.float32(2.0**-23), np.float32(2.0**-24)
 _UNIT_64, _HALF_64 = np.float64(2.0**-52), np.float64(2.0**-53)
 
@@ -164,7 +164,9 @@ def _add_noise(block, count, first, step, seed, factor, spare, zero):
         lead = np.int64(number & np.uint64(each - 1))
         blocks = (lead + size + each - 1) >> np.int64(shift)
         for b in range(blocks):
-            store_variates(spare, b * each, _philox((number >> shift) + np.uint64(b), seed), zero)
+            # Numbers count modulo 2^64, and so do their blocks modulo what is left of that.
+            index = ((number >> shift) + np.uint64(b)) & (_ALL >> shift)
+            store_variates(spare, b * each, _philox(index, seed), zero)
         for i in range(size):
             store(block, start + i, (load(block, start + i) + _gumbel(load(spare, lead + i))) * factor)
 

@@ -7,6 +7,8 @@ in NumPy. All raise InvalidProblemError for operands or shapes that do not match
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from isograd.errors import InvalidProblemError
 from isograd.tape import rules
 from isograd.tape.variable import Operand, Variable, apply
@@ -75,6 +77,33 @@ def softmax(x: Variable, axis: int = -1) -> Variable:
 def log_softmax(x: Variable, axis: int = -1) -> Variable:
     """The logarithm of softmax over an axis."""
     return apply(rules.log_softmax, x, axis=axis)
+
+
+def kl_div(x: Operand, target: Operand, reduction: str = "mean", log_target: bool = False) -> Variable:
+    """The divergence of a target distribution from log-probabilities; both get gradients."""
+    return apply(rules.kl_div, x, target, reduction=reduction, log_target=log_target)
+
+
+def distillation_loss(
+    student: Variable, teacher: Any, temperature: float = 1.0, indices: Any = None, reduction: str = "batchmean"
+) -> Variable:
+    """The divergence of a teacher, an array or a variable that gets no gradient, from a student."""
+    # Copies, as constants are elsewhere: the caller may overwrite the originals before the gradient is computed.
+    constants = [None if a is None else np.array(getattr(a, "value", a)) for a in (teacher, indices)]
+    options = {"teacher": constants[0], "indices": constants[1], "temperature": temperature, "reduction": reduction}
+    return apply(rules.distillation_loss, student, **options)
+
+
+def gumbel_softmax(
+    x: Variable, tau: float = 1.0, hard: bool = False, axis: int = -1, seed: int = 0, offset: int = 0
+) -> Variable:
+    """A sample of the Gumbel-softmax distribution over an axis."""
+    return apply(rules.gumbel_softmax, x, tau=tau, hard=hard, axis=axis, seed=seed, offset=offset)
+
+
+def sparsemax(x: Variable, axis: int = -1) -> Variable:
+    """The point of the probability simplex nearest to each row of an axis."""
+    return apply(rules.sparsemax, x, axis=axis)
 
 
 def sum(x: Variable, axis: rules.Axes = None, keepdims: bool = False) -> Variable:  # noqa: A001 - NumPy's name
