@@ -99,7 +99,7 @@ def _delta(z: Floats, temperature: float, u: float) -> Floats:
 
 def _mean(p: Floats, values: Floats) -> Floats:
     """The mean of finite values under a distribution, one a row."""
-    return np.where(p > 0, p * values, 0).sum(-1, keepdims=True)
+    return np.asarray(np.where(p > 0, p * values, 0).sum(-1, keepdims=True))
 
 
 class _Rows:
@@ -145,12 +145,12 @@ def _top_terms(dtype: str, student: Floats, teacher: Floats, indices: Any, tempe
     s, p = _Rows(student, temperature, dtype), np.exp(log_p)
     at = np.take_along_axis(np.broadcast_to(s.log_error, student.shape), indices.astype(np.int64), -1)
     d = np.where(p > 0, np.abs(log_p - log_q), 0)
-    errors = p * (at + 4 * u * np.abs(log_q) + 6 * u * d) + d * 4 * eta + 2 * eta
+    errors = p * (at + 4 * u * np.where(p > 0, np.abs(log_q), 0) + 6 * u * d) + d * 4 * eta + 2 * eta
     off = _rest_error(log_p, dtype)
     most = np.max(s.log_error, axis=-1, initial=0)
     about = np.abs(np.log(off)) + np.abs(log_q_rest) + 2
     rest = 2 * off * about + p_rest * (2 * most + _rest_relative(dtype, student.shape[-1]) + 6 * u * about)
-    rest = np.where(teacher.shape[-1] == student.shape[-1], 0, rest)
+    rest = np.where(log_q_rest == -np.inf, 0, rest)
     errors = np.concatenate([errors, rest[..., None]], axis=-1)
     return terms, np.where(np.isfinite(terms), errors, 0)
 
@@ -208,7 +208,7 @@ def _distillation_loss_backward(
             rest = np.where(share > 0, rest, 0)
             where = indices.astype(np.int64)
             np.put_along_axis(rest, where, 3 * u * np.exp(log_p), -1)
-            error = error + (0 if teacher.shape[-1] == student.shape[-1] else rest)
+            error = error + np.where(log_q_rest[..., None] == -np.inf, 0, rest)
             np.put_along_axis(error, where, np.take_along_axis(error, where, -1) + 3 * u * np.exp(log_p), -1)
         error = g * (error + 8 * eta) + 6 * u * np.abs(dx) + 2 * eta + family.ulp(dx, dtype) / 2
         return np.where(np.isfinite(dx) & (np.abs(dx) > family._FORMATS[dtype][2]), np.inf, error)

@@ -218,7 +218,11 @@ def _shares(rows: Rows, total: int) -> Floats:
 
 
 def _rest(rows: Rows, indices: Integers) -> tuple[LogSum, Floats | None]:
-    """(logarithmic sum, shares) of the classes besides `indices` of a single row."""
+    """(logarithmic sum, shares) of the classes besides `indices` of a single row.
+
+    No shares where there is no such class, or every one is masked with -inf: then there is no rest, and what rounding
+    leaves of the teacher's is dropped.
+    """
     of = rows.z.dtype.type
     terms = rows.exponentials.terms[0]
     rest = sum(terms) - sum(terms[j] for j in indices)
@@ -232,12 +236,12 @@ def _rest(rows: Rows, indices: Integers) -> tuple[LogSum, Floats | None]:
     return rows_of(others).log_sum, family.softmax(others[0])
 
 
-def _teacher_rest(log_p: Floats, classes: int) -> Any:
+def _teacher_rest(log_p: Floats) -> Any:
     """1 less the sum of the teacher's probabilities, the sum being exact but for the exponentials themselves."""
     form = ref.FORMATS[log_p.dtype]
     exponentials = family._exponentials(log_p[None], np.zeros((1, 1), log_p.dtype), short=False)
     rest = (1 << exponentials.bits) - sum(exponentials.terms[0])
-    if rest <= 0 or len(log_p) == classes:
+    if rest <= 0:
         return form.dtype(0)
     return ref.round_integer(rest, -exponentials.bits, form)
 
@@ -253,7 +257,7 @@ def _top_row(z: Floats, log_p: Floats, indices: Integers) -> TopRow:
     high, low = _difference(rest_sum, rows.log_sum)
     log_q_rest = np.where(np.isinf(high), high, high + low)
     log_q = log_probability(z[indices], rows.log_sum)
-    p_rest = _teacher_rest(log_p, len(z))
+    p_rest = _teacher_rest(log_p) if shares is not None else of(0)
     return TopRow(z, family.softmax(z), log_q, log_q_rest, shares, ref.exp(log_p), p_rest, True)
 
 
@@ -294,7 +298,7 @@ def _top_slopes(row: TopRow, indices: Integers) -> Floats:
     if not row.valid:
         return np.full_like(row.z, np.nan)
     slopes = row.q
-    if row.p_rest != 0 and row.shares is not None:
+    if row.shares is not None and row.p_rest != 0:
         slopes = row.q - row.p_rest * row.shares
     slopes[indices] = row.q[indices] - row.p
     return slopes
@@ -387,14 +391,13 @@ def oracle_rest(
     log_q = _oracle_log_softmax(z)
     others = z.copy()
     np.put_along_axis(others, indices.astype(np.int64), -np.inf, -1)
-    m = np.max(others, axis=-1, keepdims=True)
+    m, top = np.max(others, axis=-1, keepdims=True), np.max(z, axis=-1, keepdims=True)
     safe = np.where(np.isfinite(m), m, 0)
-    rest = (safe + np.log(np.exp(others - safe).sum(-1, keepdims=True)))[..., 0]
-    m = np.max(z, axis=-1, keepdims=True)
-    total = (m + np.log(np.exp(z - m).sum(-1, keepdims=True)))[..., 0]
+    sums = [np.log(np.exp(v - w).sum(-1, keepdims=True)) for v, w in ((others, safe), (z, top))]
+    log_q_rest = ((safe - top) + (sums[0] - sums[1]))[..., 0]
     p_rest = np.maximum(1 - np.exp(log_p).sum(-1), 0)
-    p_rest = np.where(log_p.shape[-1] == z.shape[-1], 0, p_rest)
-    return log_p, np.take_along_axis(log_q, indices.astype(np.int64), -1), p_rest, rest - total
+    p_rest = np.where((m[..., 0] == -np.inf) & np.isfinite(top[..., 0]), 0, p_rest)
+    return log_p, np.take_along_axis(log_q, indices.astype(np.int64), -1), p_rest, log_q_rest
 
 
 def oracle_distillation_terms(

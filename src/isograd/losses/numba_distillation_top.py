@@ -133,16 +133,16 @@ def _rest_exponentials(z, n, indices, io, i_stride, named, k, block, hi, lo, m, 
 
 
 @device_function
-def _teacher_rest(log_p, k, n, block, zero):
+def _teacher_rest(log_p, k, block, zero):
     """(whether these are log-probabilities, 1 less the sum of the teacher's probabilities)."""
     if not _maximum_of(log_p, k, block, zero) <= 0.5:
         return False, zero
     base, floor, bias = row_shift(zero, zero)
     hi, lo = _negative(*_sum_of(log_p, k, block, zero, base, floor, bias, zero))
     hi, lo = _add(hi, lo, *one_wide(zero))
-    if k == n or hi < 0 or (hi == 0 and lo == np.uint64(0)):
+    if hi < 0 or (hi == 0 and lo == np.uint64(0)):
         return True, zero
-    return True, wide_to_float(hi, lo, -quantum_bits(n, zero), zero)
+    return True, wide_to_float(hi, lo, -quantum_bits(k, zero), zero)
 
 
 @kernel
@@ -162,7 +162,7 @@ def distillation_top_rows(
         xo, to = row_offset(row, shape, x_strides), row_offset(row, shape, t_strides)
         io, out = row_offset(row, shape, i_strides), row_offset(row, shape, loss_strides)
         load_block(t, to, t_stride, k, log_p)
-        valid, p_rest = _teacher_rest(log_p, k, n, block, zero)
+        valid, p_rest = _teacher_rest(log_p, k, block, zero)
         m = _scaled_row(x, xo, x_stride, n, factor, z, block, zero)
         if not (valid and is_finite(m)):
             store(loss, out, work_nan(zero))
@@ -178,13 +178,13 @@ def distillation_top_rows(
         store(terms, k, zero)
         if p_rest != zero:
             hi, lo, rm = _rest_exponentials(z, n, indices, io, i_stride, named, k, block, hi, lo, m, zero)
-            log_q_rest = -work_infinity(zero)
+            # Where every other class is masked there is no rest, and what rounding leaves of the teacher's is dropped.
             if rm > -work_infinity(zero):
                 base, floor, bias = row_shift(rm, zero)
                 r_top, r_middle, r_low = log_sum(hi, lo, n, rm, base, floor, bias, zero)
                 high, rest = log_difference(r_top, r_middle, r_low, top, middle, low)
                 log_q_rest = high + rest if is_finite(high) else high
-            store(terms, k, p_rest * (log(p_rest) - log_q_rest))
+                store(terms, k, p_rest * (log(p_rest) - log_q_rest))
         key = magnitude_key(zero)
         for j in range(0, k + 1, BLOCK):
             count = min(k + 1 - j, BLOCK)
@@ -210,7 +210,7 @@ def distillation_top_gradient(
         xo, to = row_offset(row, shape, x_strides), row_offset(row, shape, t_strides)
         io, dxo = row_offset(row, shape, i_strides), row_offset(row, shape, dx_strides)
         load_block(t, to, t_stride, k, log_p)
-        valid, p_rest = _teacher_rest(log_p, k, n, block, zero)
+        valid, p_rest = _teacher_rest(log_p, k, block, zero)
         m = _scaled_row(x, xo, x_stride, n, factor, z, block, zero)
         if not (valid and is_finite(m)):
             fill(dx, dxo, dx_stride, n, work_nan(zero), load(x, xo))
