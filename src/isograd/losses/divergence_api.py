@@ -24,7 +24,7 @@ def kl_div(input: Any, target: Any, reduction: str = "mean", log_target: bool = 
     or tape variables. reduction: "mean" over all elements, "batchmean" over the first dimension, "sum", or "none".
 
     The loss has the work type (float32 for 16 bits). Where p is 0 the term is 0, whatever the input is, unless it is
-    NaN; the sum is order-free (`docs/arithmetic.md`, rule 12).
+    NaN; the sum is order-free (`docs/arithmetic.md`, rule 15).
 
     Raises InvalidProblemError for shapes or dtypes that differ and for another reduction, UnsupportedError for another
     dtype.

@@ -86,7 +86,8 @@ def _kl_div_backward(
             error = 5 * u * np.abs(dx) + (4 * eta * g if log_target else 0)
         else:
             error = 5 * u * g * (log_p + 2 * d + 2) * (p if log_target else 1) + (4 * eta * g * (d + 1))
-        error = error + 2 * eta * (1 + p + d) + family.ulp(dx, dtype) / 2
+            error = error + 2 * eta * d
+        error = error + 2 * eta * (1 + p) + family.ulp(dx, dtype) / 2
         limit = min(family._FORMATS[dtype][2], largest)
         return np.where(np.isfinite(dx) & (np.abs(dx) > limit), np.inf, error)
 

@@ -1,6 +1,6 @@
 """Divergences in NumPy: the definition that every kernel returns bit for bit, and its oracle.
 
-Formulas (rule 12 of `docs/arithmetic.md`); p is the target's distribution, q that of the input, T the temperature:
+Formulas (rule 15 of `docs/arithmetic.md`); p is the target's distribution, q that of the input, T the temperature:
 
     kl_div             sum of p (log p - x), x = log q; 0 where p is 0
     distillation_loss  T^2 sum_j p_j (log p_j - log q_j) per row, p = softmax(teacher / T), q = softmax(student / T)
@@ -380,7 +380,10 @@ def oracle_kl_div_backward(
 
 
 def _oracle_log_softmax(z: Floats) -> Floats:
-    return family.oracle_log_softmax(z, -1) if z.size else z
+    if z.size == 0:
+        return z
+    valid = np.isfinite(np.max(z, axis=-1, keepdims=True))
+    return np.where(valid, family.oracle_log_softmax(z, -1), _WIDE(np.nan))
 
 
 def oracle_rest(

@@ -1,6 +1,6 @@
 """Gumbel-softmax in NumPy: the definition that every kernel returns bit for bit, and its oracle.
 
-Formulas (rule 13 of `docs/arithmetic.md`), over one row of the axis, with the noise g of each element:
+Formulas (rule 15 of `docs/arithmetic.md`), over one row of the axis, with the noise g of each element:
 
     gumbel_softmax           y = softmax((x + g) / tau); hard: 1 at the first largest of x + g, 0 elsewhere
     gumbel_softmax_backward  dx_j = y_j * (dy_j - sum_i y_i * dy_i) / tau

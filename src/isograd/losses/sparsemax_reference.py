@@ -6,7 +6,7 @@ the row sorted in descending order and k the largest number with 1 + k x_(k) > s
     sparsemax           y_j = max(x_j - tau, 0),  tau = (sum of the k largest - 1) / k
     sparsemax_backward  dx_j = dy_j - (sum of dy over the support) / size of the support where y_j > 0, else 0
 
-Rule 14 of `docs/arithmetic.md` says what is rounded.
+Rule 15 of `docs/arithmetic.md` says what is rounded.
 """
 
 from typing import Any
