@@ -147,6 +147,7 @@ def test_special_values(dtype: str, n: int) -> None:
         x[row, 7], g[row, 9] = value, value
     x[5], g[5] = -np.inf, 0
     x[6, 1:] = -np.inf
+    x[10, ::3], x[11] = 9, 0.25  # equal elements share exactly
     g[7, 3], g[7, 5] = np.inf, -np.inf
     # The reference emulates the binary64 fma, which is not exact where its products leave the range.
     margin = 2.0**200 if dtype == "float64" else 1
@@ -177,8 +178,11 @@ def test_tilings_give_equal_bits(operation: str, dtype: str) -> None:
     if torch.cuda.get_device_capability()[0] >= 9:
         for ctas, warps in ((1, 8), (2, 4), (4, 4), (8, 2)):
             group = n // (ctas * warps * 32)
-            for variant in ("cluster",) if count == 3 else ("cluster", "staged"):
+            for variant in ("cluster", "staged"):
                 configurations.append(Configuration(variant, n // ctas, 1, warps, group, 16 // size, ctas, True))
+        for ctas, warps in ((2, 2), (2, 4), (4, 4)) if count == 2 else ():
+            group = n // (ctas * warps * 32)
+            configurations.append(Configuration("piped", n // ctas, 1, warps, group, 16 // size, ctas, True))
     found = set()
     for config in configurations:
         tensors[-1].fill_(7)

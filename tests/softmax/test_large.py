@@ -157,3 +157,15 @@ def test_an_expanded_input_of_more_than_two_to_the_31_elements():
     with pytest.raises(ig.InvalidProblemError, match="read-only"):
         plan.run(x=x, y=x)
     assert not small.any()
+
+
+def test_long_rows_keep_their_scratch_memory(run_python):
+    # With this setting memory of more than 64 KiB leaves the process as soon as it is freed.
+    code = """
+        import numpy as np, isograd as ig
+        x = np.random.default_rng(0).standard_normal((2, 70_001)).astype(np.float32)
+        y = ig.softmax(x)
+        ig.log_softmax_backward(x, ig.log_softmax(x))
+        print(bool(abs(y.sum(1) - 1).max() < 1e-5))
+    """
+    assert run_python(code, MALLOC_MMAP_THRESHOLD_="65536") == "True"

@@ -170,6 +170,20 @@ def narrow(x, dtype: tl.constexpr, NATIVE: tl.constexpr):
         return tl.where(x == x, x.to(dtype).to(tl.int16, bitcast=True), nan).to(tl.int16).to(dtype, bitcast=True)
 
 
+# --- the maximum in which NaN wins ------------------------------------------------------------------------------------
+@triton.jit
+def nan_maximum(a, b):
+    """The larger, elementwise; of 16-bit types two at a time (NVIDIA)."""
+    if a.dtype == tl.bfloat16:
+        asm: tl.constexpr = "max.NaN.bf16x2 $0, $1, $2;"
+        return tl.inline_asm_elementwise(asm, "=r,r,r", [a, b], dtype=tl.bfloat16, is_pure=True, pack=2)
+    elif a.dtype == tl.float16:
+        asm: tl.constexpr = "max.NaN.f16x2 $0, $1, $2;"
+        return tl.inline_asm_elementwise(asm, "=r,r,r", [a, b], dtype=tl.float16, is_pure=True, pack=2)
+    else:
+        return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
 # --- maximum over order-preserving keys; NaN above everything --------------------------------------------------------
 @triton.jit
 def max_key(x):

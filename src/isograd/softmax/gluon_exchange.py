@@ -118,20 +118,72 @@ def _sum_with(warp_sum: str, ctas: int, warps: int) -> str:
     return text.replace("@parity", "$2")
 
 
+def _pipe(ctas: int, warps: int, warp_sum: str) -> str:
+    """$0, $1 = sum of $2, maximum of $3; number $4 of the exchange, from 0.
+
+    Even and odd exchanges have boxes of their own. A box is written again only by threads that took part in the
+    exchange in between, which every reader of the box joined after reading.
+    """
+    lines = [
+        _HEAD + ".reg .b32 n, f; .reg .b64 w;",
+        f"and.b32 n, $4, 1; mul.lo.u32 n, n, {16 * ctas * warps}; mov.u32 b, isograd_pipe; add.u32 n, n, b;",
+        warp_sum.format(value="$2", result="d") + "redux.sync.max.s32 x, $3, 0xffffffff; mov.b64 e, {x, x};",
+    ]
+    if ctas == 1:
+        lines.append("shr.u32 a, t, 1; and.b32 a, a, 0xfffffff0; add.u32 a, a, n; setp.eq.u32 p, lane, 0;")
+        lines.append("@p st.shared.v2.b64 [a], {d, e}; bar.sync 0;")
+    else:
+        lines += [
+            f"mov.u32 a, %cluster_ctarank; shr.u32 z, t, 5; mad.lo.u32 a, a, {warps}, z; mad.lo.u32 a, a, 16, n;",
+            "and.b32 f, $4, 1; mov.u32 z, isograd_pipe_arrival; mad.lo.u32 z, f, 8, z;",
+            f"setp.lt.u32 p, lane, {ctas};",
+            "@p mapa.shared::cluster.u32 a, a, lane; @p mapa.shared::cluster.u32 b, z, lane;",
+            "@p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b64 [a], {d, e}, [b];",
+            "setp.eq.u32 p, t, 0; shr.u32 f, $4, 1; and.b32 f, f, 1;",
+            f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [z], {ctas * warps * 16};",
+            "wait: mbarrier.try_wait.parity.shared::cta.b64 p, [z], f;",
+            "@!p bra wait;",
+            "bar.warp.sync 0xffffffff;",
+        ]
+    slots = ctas * warps
+    guard = "@p " if slots < 32 else ""
+    lines.append("mad.lo.u32 a, lane, 16, n; mov.b64 d, 0; mov.b32 f, 0x80000000;")
+    lines.append(f"setp.lt.u32 p, lane, {slots};")
+    for i in range(0, slots, 32):
+        lines.append(f"{guard}ld.shared.v2.b64 {{e, w}}, [a+{16 * i}]; {guard}add.s64 d, d, e;")
+        lines.append(f"{guard}cvt.u32.u64 x, w; {guard}max.s32 f, f, x;")
+    lines.append("redux.sync.max.s32 $1, f, 0xffffffff;")
+    return "\n".join([*lines, warp_sum.format(value="d", result="$0"), "}"])
+
+
+def _arrivals(first: str, second: str) -> str:
+    """Prepare the barriers on which values arrive, two at these addresses, in every block of the cluster."""
+    return f"""{{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
+@p mbarrier.init.shared::cta.b64 [{first}], 1;
+@p mbarrier.init.shared::cta.b64 [{second}], 1;
+@p fence.mbarrier_init.release.cluster;
+barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; }}
+"""
+
+
 _ARRIVALS = """.shared .align 8 .b64 isograd_first_arrival;
 .shared .align 8 .b64 isograd_second_arrival;
-{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
-@p mbarrier.init.shared::cta.b64 [isograd_first_arrival], 1;
-@p mbarrier.init.shared::cta.b64 [isograd_second_arrival], 1;
-@p fence.mbarrier_init.release.cluster;
-barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; }
-"""
+""" + _arrivals("isograd_first_arrival", "isograd_second_arrival")
 
 
 def _setup(ctas: int, warps: int) -> str:
     """Declare the boxes, and wait until every block of the cluster has prepared its own; $0 = $1."""
     text = "".join(f".shared .align 16 .b8 isograd_{box}[{8 * ctas * warps}];\n" for box in ("first", "second"))
     return text + (_ARRIVALS if ctas > 1 else "") + "mov.b32 $0, $1;"
+
+
+def _pipe_setup(ctas: int, warps: int) -> str:
+    """As `_setup`, with two boxes of 16 bytes a warp."""
+    text = f".shared .align 16 .b8 isograd_pipe[{32 * ctas * warps}];\n"
+    if ctas > 1:
+        text += ".shared .align 8 .b64 isograd_pipe_arrival[2];\n"
+        text += _arrivals("isograd_pipe_arrival", "isograd_pipe_arrival+8")
+    return text + "mov.b32 $0, $1;"
 
 
 _SIZES = [(ctas, warps) for ctas in (1, 2, 4, 8, 16) for warps in (1, 2, 4, 8, 16, 32)]
@@ -141,6 +193,9 @@ _TEXT = {
     "extremes": {size: _extremes(*size) for size in _SIZES},
     "sum": {size: _sum_with(_WARP_SUM, *size) for size in _SIZES},
     "short_sum": {size: _sum_with(_WARP_SUM_SHORT, *size) for size in _SIZES},
+    "pipe_setup": {size: _pipe_setup(*size) for size in _SIZES},
+    "pipe": {size: _pipe(*size, _WARP_SUM) for size in _SIZES},
+    "pipe_short": {size: _pipe(*size, _WARP_SUM_SHORT) for size in _SIZES},
 }
 
 
@@ -177,6 +232,22 @@ def total(value, parity, short: gl.constexpr, ctas: gl.constexpr):
     """The sum of an int64 a thread; `short` sums stay below 2**48."""
     asm: gl.constexpr = _text("short_sum" if short else "sum", ctas, gl.num_warps())
     return gl.inline_asm_elementwise(asm, "=l,l,r", [value, parity], dtype=gl.int64, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pipe_setup(v, ctas: gl.constexpr):
+    """Before the exchanges that carry two rows; v is any int32 a thread."""
+    asm: gl.constexpr = _text("pipe_setup", ctas, gl.num_warps())
+    return gl.inline_asm_elementwise(asm, "=r,r", [v], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def sum_and_maximum(value, key, number, short: gl.constexpr, ctas: gl.constexpr):
+    """The sum of an int64 a thread and the maximum of an int32; `number` counts these exchanges."""
+    asm: gl.constexpr = _text("pipe_short" if short else "pipe", ctas, gl.num_warps())
+    return gl.inline_asm_elementwise(
+        asm, "=&l,=&r,l,r,r", [value, key, number], dtype=(gl.int64, gl.int32), is_pure=False, pack=1
+    )
 
 
 # --- strips ----------------------------------------------------------------------------------------------------------

@@ -28,8 +28,15 @@ def _broad(v):
 
 
 @gluon.jit
-def _columns(CTAS: gl.constexpr, BLOCK: gl.constexpr, GROUP: gl.constexpr, V: gl.constexpr, layout: gl.constexpr):
-    """Columns of the row that a cluster holds, as [BLOCK // GROUP, CTAS, GROUP // V, V], in two parts.
+def columns(
+    CTAS: gl.constexpr,
+    STEP: gl.constexpr,
+    BLOCK: gl.constexpr,
+    GROUP: gl.constexpr,
+    V: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Columns that a cluster holds, as [BLOCK // GROUP, CTAS, GROUP // V, V], in two parts; a block begins every STEP.
 
     The first says where a thread begins, the second, the same for every thread, ends up in the instructions.
     """
@@ -38,11 +45,11 @@ def _columns(CTAS: gl.constexpr, BLOCK: gl.constexpr, GROUP: gl.constexpr, V: gl
     c = gl.arange(0, CTAS, layout=gl.SliceLayout(0, gl.SliceLayout(2, cube)))[None, :, None, None]
     p = gl.arange(0, GROUP // V, layout=gl.SliceLayout(0, gl.SliceLayout(1, cube)))[None, None, :, None]
     line: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    return c * BLOCK + q * V, p * (BLOCK // GROUP * V) + gl.arange(0, V, layout=line)[None, None, None, :]
+    return c * STEP + q * V, p * (BLOCK // GROUP * V) + gl.arange(0, V, layout=line)[None, None, None, :]
 
 
 @gluon.jit
-def _threads(CTAS: gl.constexpr, BLOCK: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr):
+def threads(CTAS: gl.constexpr, BLOCK: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr):
     """An int32 a thread."""
     line: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, layout))
     c = gl.arange(0, CTAS, layout=gl.SliceLayout(0, line))[None, :]
@@ -68,6 +75,31 @@ def _put(ptr, row, stride, begin, offset, n, value, MASKED: gl.constexpr):
 
 
 @gluon.jit
+def _backward_row(dy, y, zero, parity, KIND: gl.constexpr, CTAS: gl.constexpr):
+    """The gradient of softmax or log_softmax for the row that the cluster holds.
+
+    `zero` is one that the compiler cannot tell; it must not come from a number that a loop compares, whose sign the
+    compiler knows.
+    """
+    dtype: gl.constexpr = dy.dtype
+    short: gl.constexpr = dtype.primitive_bitwidth == 16
+    p = rows.backward_terms(ops.widen(dy, True), ops.widen(y, True), KIND)
+    most, least = rows.thread_extremes(p, p)
+    most, least = exchange.extremes(ops.max_key(most), ops.max_key(least), parity, CTAS)
+    key, special = rows.largest_terms(most, least)
+    exponent, scale, magic, low_scale = sums.term_scale(key)
+    token = _broad(zero & most)
+    p = rows.backward_terms(ops.widen_later(dy, token), ops.widen_later(y, token), KIND)
+    high, low = sums.split_term_bits(p, _broad(scale), _broad(magic), _broad(low_scale))
+    high, low = rows.limb_sums(high, low, magic, 1)
+    total = exchange.total((high << 23) + low, parity, False, CTAS)
+    s = rows.order_free_sum(total, total, exponent, special, key, False, gl.float32)
+    token = _broad(zero & ops.as_int(s))
+    dx = rows.backward_output(ops.widen_later(dy, token), ops.widen_later(y, token), _broad(s), KIND, short)
+    return ops.narrow(dx, dtype, True)
+
+
+@gluon.jit
 def backward_cluster(
     dy_ptr,
     y_ptr,
@@ -86,39 +118,25 @@ def backward_cluster(
     layout: gl.constexpr,
 ):
     """The gradient of softmax or log_softmax; rows of at most 2**17 elements."""
-    dtype: gl.constexpr = dy_ptr.dtype.element_ty
-    short: gl.constexpr = dtype.primitive_bitwidth == 16
-    begin, offset = _columns(CTAS, BLOCK, GROUP, V, layout)
+    begin, offset = columns(CTAS, BLOCK, BLOCK, GROUP, V, layout)
     dy = _get(dy_ptr, dy_row, begin, offset, n, 0.0, MASKED)
     y = _get(y_ptr, y_row, begin, offset, n, 0.0, MASKED)
-    exchange.setup(_threads(CTAS, BLOCK, GROUP, layout), CTAS)
-    zero = n_rows >> 31  # which the compiler cannot tell
-
-    p = rows.backward_terms(ops.widen(dy, True), ops.widen(y, True), KIND)
-    most, least = rows.thread_extremes(p, p)
-    most, least = exchange.extremes(ops.max_key(most), ops.max_key(least), 0, CTAS)
-    key, special = rows.largest_terms(most, least)
-    exponent, scale, magic, low_scale = sums.term_scale(key)
-    token = _broad(zero & most)
-    p = rows.backward_terms(ops.widen_later(dy, token), ops.widen_later(y, token), KIND)
-    high, low = sums.split_term_bits(p, _broad(scale), _broad(magic), _broad(low_scale))
-    high, low = rows.limb_sums(high, low, magic, 1)
-    total = exchange.total((high << 23) + low, 0, False, CTAS)
-    s = rows.order_free_sum(total, total, exponent, special, key, False, gl.float32)
-    token = _broad(zero & ops.as_int(s))
-    dx = rows.backward_output(ops.widen_later(dy, token), ops.widen_later(y, token), _broad(s), KIND, short)
-    _put(out_ptr, gl.program_id(0), out_row, begin, offset, n, ops.narrow(dx, dtype, True), MASKED)
+    exchange.setup(threads(CTAS, BLOCK, GROUP, layout), CTAS)
+    dx = _backward_row(dy, y, n >> 31, 0, KIND, CTAS)
+    _put(out_ptr, gl.program_id(0), out_row, begin, offset, n, dx, MASKED)
 
 
 @gluon.jit
 def _forward_row(x, parity, KIND: gl.constexpr, CTAS: gl.constexpr, layout: gl.constexpr, dtype: gl.constexpr):
     """softmax or log_softmax of the row that the cluster holds."""
     short: gl.constexpr = dtype.primitive_bitwidth == 16
-    m = ops.from_key(exchange.maximum(ops.max_key(rows.thread_maximum(x)), parity, CTAS))
+    most = rows.thread_maximum(x)
+    m = ops.from_key(exchange.maximum(ops.max_key(most), parity, CTAS))
     valid = ops.is_finite(m)
     base, floor, bias = rows.row_shift(m, short)
+    flag = _broad(rows.largest_flag(most, m, valid, short))
+    found = rows.find_largest(x, _broad(m), flag, _broad(valid), short, True)
     e, error = rows.exponential(x, _broad(base), _broad(floor), _broad(bias), short)
-    marked = rows.mark_largest(e, x, _broad(m), short, True)
     high, low = rows.exponential_terms(e, error, short, False, True)
     high, low = rows.exponential_sums(high, low, short, False)
     if short:
@@ -129,7 +147,7 @@ def _forward_row(x, parity, KIND: gl.constexpr, CTAS: gl.constexpr, layout: gl.c
     if KIND == SOFTMAX:
         r, r_low = rows.softmax_factors(total, total, valid, short, False, False, gl.float32)
         largest = rows.largest_output(m, base, floor, bias, r, r_low, valid, short)
-        y = rows.softmax_output(marked, _broad(r), _broad(r_low), _broad(largest), short)
+        y = rows.softmax_output(e, found, _broad(r), _broad(r_low), _broad(largest), short, True)
         if short:
             y = ops.narrow(y, dtype, True)
         return y
@@ -158,9 +176,9 @@ def forward_cluster(
     layout: gl.constexpr,
 ):
     """softmax or log_softmax; rows of at most 2**17 elements, of 16 bits 2**18."""
-    begin, offset = _columns(CTAS, BLOCK, GROUP, V, layout)
+    begin, offset = columns(CTAS, BLOCK, BLOCK, GROUP, V, layout)
     x = _get(x_ptr, x_row, begin, offset, n, float("-inf"), MASKED)
-    exchange.setup(_threads(CTAS, BLOCK, GROUP, layout), CTAS)
+    exchange.setup(threads(CTAS, BLOCK, GROUP, layout), CTAS)
     y = _forward_row(ops.widen(x, True), 0, KIND, CTAS, layout, x_ptr.dtype.element_ty)
     _put(out_ptr, gl.program_id(0), out_row, begin, offset, n, y, MASKED)
 
@@ -173,7 +191,6 @@ def _fetch(stage, ptr, row, n_rows, stride, begin, offset, n, MASKED: gl.constex
         _async_load(stage, pointers, (begin + offset < n) & (row < n_rows))
     else:
         _async_load(stage, pointers, row < n_rows)
-    async_copy.commit_group()
 
 
 @gluon.jit
@@ -195,21 +212,66 @@ def forward_staged(
 ):
     """The same for clusters that stay and take one row after another: the next row arrives during the arithmetic."""
     dtype: gl.constexpr = x_ptr.dtype.element_ty
-    begin, offset = _columns(CTAS, BLOCK, GROUP, V, layout)
+    begin, offset = columns(CTAS, BLOCK, BLOCK, GROUP, V, layout)
     stage = gl.allocate_shared_memory(dtype, [BLOCK // GROUP, CTAS, GROUP // V, V], shared)
     row = gl.program_id(0)
     _fetch(stage, x_ptr, row, n_rows, x_row, begin, offset, n, MASKED)
-    exchange.setup(_threads(CTAS, BLOCK, GROUP, layout), CTAS)
+    async_copy.commit_group()
+    exchange.setup(threads(CTAS, BLOCK, GROUP, layout), CTAS)
     parity = 0
     while row < n_rows:
         following = row + gl.num_programs(0)
         async_copy.wait_group(0)
         x = ops.widen(stage.load(layout), True)
         _fetch(stage, x_ptr, following, n_rows, x_row, begin, offset, n, MASKED)
+        async_copy.commit_group()
         if MASKED:
             x = gl.where(begin + offset < n, x, float("-inf"))
         y = _forward_row(x, parity, KIND, CTAS, layout, dtype)
         _put(out_ptr, row, out_row, begin, offset, n, y, MASKED)
+        row = following
+        parity ^= 1
+
+
+@gluon.jit
+def backward_staged(
+    dy_ptr,
+    y_ptr,
+    out_ptr,
+    n_rows,
+    n,
+    dy_row,
+    y_row,
+    out_row,
+    KIND: gl.constexpr,
+    BLOCK: gl.constexpr,
+    CTAS: gl.constexpr,
+    GROUP: gl.constexpr,
+    V: gl.constexpr,
+    MASKED: gl.constexpr,
+    layout: gl.constexpr,
+    shared: gl.constexpr,
+):
+    """The gradient for clusters that stay, as `forward_staged`; columns that a row lacks arrive as zeros."""
+    dtype: gl.constexpr = dy_ptr.dtype.element_ty
+    begin, offset = columns(CTAS, BLOCK, BLOCK, GROUP, V, layout)
+    dy_stage = gl.allocate_shared_memory(dtype, [BLOCK // GROUP, CTAS, GROUP // V, V], shared)
+    y_stage = gl.allocate_shared_memory(dtype, [BLOCK // GROUP, CTAS, GROUP // V, V], shared)
+    row = gl.program_id(0)
+    _fetch(dy_stage, dy_ptr, row, n_rows, dy_row, begin, offset, n, MASKED)
+    _fetch(y_stage, y_ptr, row, n_rows, y_row, begin, offset, n, MASKED)
+    async_copy.commit_group()
+    exchange.setup(threads(CTAS, BLOCK, GROUP, layout), CTAS)
+    parity = 0
+    while row < n_rows:
+        following = row + gl.num_programs(0)
+        async_copy.wait_group(0)
+        dy, y = dy_stage.load(layout), y_stage.load(layout)
+        _fetch(dy_stage, dy_ptr, following, n_rows, dy_row, begin, offset, n, MASKED)
+        _fetch(y_stage, y_ptr, following, n_rows, y_row, begin, offset, n, MASKED)
+        async_copy.commit_group()
+        dx = _backward_row(dy, y, n >> 31, parity, KIND, CTAS)
+        _put(out_ptr, row, out_row, begin, offset, n, dx, MASKED)
         row = following
         parity ^= 1
 

@@ -119,13 +119,15 @@ def forward_strip(
     exchange.strip_setup(_rows_of(Q, LANES * RV, layout), LANES, RV, CTAS)
 
     x = ops.widen(x, RV == 2)
-    key = ops.max_key(rows.thread_maximum(x))
+    most = rows.thread_maximum(x)
+    key = ops.max_key(most)
     key, _ = exchange.strip_extremes(key, key, LANES, RV, CTAS)
     m = ops.from_key(key)
     valid = ops.is_finite(m)
     base, floor, bias = rows.row_shift(m, short)
+    flag = _broad(rows.largest_flag(most, m, valid, short))
+    found = rows.find_largest(x, _broad(m), flag, _broad(valid), short, True)
     e, error = rows.exponential(x, _broad(base), _broad(floor), _broad(bias), short)
-    marked = rows.mark_largest(e, x, _broad(m), short, True)
     high, low = rows.exponential_terms(e, error, short, False, True)
     high, low = rows.exponential_sums(high, low, short, False)
     if short:
@@ -136,7 +138,7 @@ def forward_strip(
     if KIND == SOFTMAX:
         r, r_low = rows.softmax_factors(total, total, valid, short, False, False, gl.float32)
         largest = rows.largest_output(m, base, floor, bias, r, r_low, valid, short)
-        y = rows.softmax_output(marked, _broad(r), _broad(r_low), _broad(largest), short)
+        y = rows.softmax_output(e, found, _broad(r), _broad(r_low), _broad(largest), short, True)
     else:
         top, middle, bottom = rows.log_sum(
             total, total, m, base, floor, bias, valid, short, False, False, gl.float32, True

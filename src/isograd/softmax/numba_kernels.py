@@ -10,6 +10,7 @@ from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import (
     BLOCK,
     empty_work,
+    keep_alive,
     load,
     load_block,
     multiply_part,
@@ -133,6 +134,7 @@ def softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n, x_s
             else:
                 for i in range(count):
                     store(y, offset + i * y_stride, narrow(quotient(load(block, i), r, r_low, largest, like), like))
+    keep_alive(scratch)
 
 
 @kernel
@@ -294,3 +296,4 @@ def log_softmax_backward_rows(
             else:
                 for i in range(count):
                     store(dx, offset + i * dx_stride, narrow(fma(-load(e, i), s, load(block, i)), like))
+    keep_alive(scratch)

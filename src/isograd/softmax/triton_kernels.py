@@ -3,7 +3,7 @@
 """The softmax family in Triton: any axis, any strides, float16, bfloat16, float32, float64.
 
 Two kernels for each direction. `*_tile` holds whole rows in registers. `*_loop` passes over rows of any length three
-times; the long rows that training meets go to `gluon_kernels.py`, which stages them on chip.
+times; the long rows that training meets go to `gluon_kernels.py` and `gluon_pipes.py`, which stage them on chip.
 
 A problem is a set of rows: the reduced axis of n elements, the inner axis (the remaining one with the smallest
 stride), and up to six outer axes. A program serves ROWS neighbours on the inner axis. Formulas: `reference.py`.
@@ -16,7 +16,8 @@ import triton.language as tl
 from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
 from isograd.softmax import triton_rows as rows
-from isograd.softmax.gluon_kernels import backward_cluster, forward_cluster, forward_staged
+from isograd.softmax.gluon_kernels import backward_cluster, backward_staged, forward_cluster, forward_staged
+from isograd.softmax.gluon_pipes import forward_piped
 from isograd.softmax.gluon_strips import backward_strip, forward_strip
 from isograd.softmax.triton_launch import launch
 
@@ -24,12 +25,15 @@ SOFTMAX, LOG_SOFTMAX = rows.SOFTMAX, rows.LOG_SOFTMAX
 
 
 @triton.jit
-def _place(inner, ROWS: tl.constexpr):
+def _place(inner, outer_shape, ROWS: tl.constexpr):
     """(indices on the inner axis, index over the outer axes) of this program."""
-    blocks = tl.cdiv(inner, ROWS)
     pid = tl.program_id(0)
-    outer = pid // blocks
-    first = (pid - outer * blocks).to(tl.int64) * ROWS
+    outer = pid * 0
+    if len(outer_shape) > 0:
+        blocks = tl.cdiv(inner, ROWS)
+        outer = pid // blocks
+        pid -= outer * blocks
+    first = pid.to(tl.int64) * ROWS
     return (first + tl.arange(0, ROWS))[None, :, None, None], outer
 
 
@@ -119,18 +123,20 @@ def forward_tile(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     short: tl.constexpr = dtype.primitive_bitwidth == 16
     wide: tl.constexpr = dtype == tl.float64
-    row, outer = _place(inner, ROWS)
+    row, outer = _place(inner, outer_shape, ROWS)
     column = _columns(BLOCK, GROUP, V)
     mask = _mask(row, column, inner, n)
     x_ptr += _outer_offset(outer, outer_shape, x_outer)
     x = _load(_pointers(x_ptr, row, column, x_inner, x_axis, INNER, VEC), mask, float("-inf"), MASKED, NATIVE)
 
-    key = tl.max(ops.max_key(rows.thread_maximum(x)), axis=0)
+    most = rows.thread_maximum(x)
+    key = tl.max(ops.max_key(most), axis=0)
     m = ops.from_key(key)
     valid = ops.is_finite(m)
     base, floor, bias = rows.row_shift(m, short)
+    flag = rows.largest_flag(most, m[None, :], valid[None, :], short)[:, :, None, None]
+    found = rows.find_largest(x, _broad(m), flag, _broad(valid), short, NATIVE)
     e, error = rows.exponential(x, _broad(base), _broad(floor), _broad(bias), short)
-    marked = rows.mark_largest(e, x, _broad(m), short, NATIVE)
     high, low = rows.exponential_terms(e, error, short, False, NATIVE)
     high, low = rows.exponential_sums(high, low, short, False)
     if short:
@@ -144,7 +150,7 @@ def forward_tile(
     if KIND == SOFTMAX:
         r, r_low = rows.softmax_factors(hi, lo, valid, short, False, wide, dtype)
         largest = rows.largest_output(m, base, floor, bias, r, r_low, valid, short)
-        y = rows.softmax_output(marked, _broad(r), _broad(r_low), _broad(largest), short)
+        y = rows.softmax_output(e, found, _broad(r), _broad(r_low), _broad(largest), short, NATIVE)
     else:
         top, middle, bottom = rows.log_sum(hi, lo, m, base, floor, bias, valid, short, False, wide, dtype, NATIVE)
         y = rows.log_softmax_output(x, _broad(top), _broad(middle), _broad(bottom), short)
@@ -180,7 +186,7 @@ def forward_loop(
     short: tl.constexpr = dtype.primitive_bitwidth == 16
     wide: tl.constexpr = LONG or not short
     work: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
-    row, outer = _place(inner, ROWS)
+    row, outer = _place(inner, outer_shape, ROWS)
     x_ptr += _outer_offset(outer, outer_shape, x_outer)
     out_ptr += _outer_offset(outer, outer_shape, out_outer)
     column = _columns(BLOCK, GROUP, V)
@@ -220,8 +226,9 @@ def forward_loop(
         x = _load(_pointers(x_ptr, row, column + start, x_inner, x_axis, INNER, VEC), mask, float("-inf"), True, NATIVE)
         if KIND == SOFTMAX:
             e, _ = rows.exponential(x, _broad(base), _broad(floor), _broad(bias), short)
-            e = rows.mark_largest(e, x, _broad(m), short, NATIVE)
-            y = rows.softmax_output(e, _broad(r), _broad(r_low), _broad(largest), short)
+            every = _broad(tl.full(valid.shape, 1, tl.int32))
+            found = rows.find_largest(x, _broad(m), every, _broad(valid), short, NATIVE)
+            y = rows.softmax_output(e, found, _broad(r), _broad(r_low), _broad(largest), short, NATIVE)
         else:
             y = rows.log_softmax_output(x, _broad(top), _broad(middle), _broad(bottom), short)
         _store(_pointers(out_ptr, row, column + start, out_inner, out_axis, INNER, VEC), y, mask, True, NATIVE)
@@ -259,7 +266,7 @@ def backward_tile(
     dtype: tl.constexpr = dy_ptr.dtype.element_ty
     short: tl.constexpr = dtype.primitive_bitwidth == 16
     wide: tl.constexpr = dtype == tl.float64
-    row, outer = _place(inner, ROWS)
+    row, outer = _place(inner, outer_shape, ROWS)
     column = _columns(BLOCK, GROUP, V)
     mask = _mask(row, column, inner, n)
     dy_ptr += _outer_offset(outer, outer_shape, dy_outer)
@@ -316,7 +323,7 @@ def backward_loop(
     dtype: tl.constexpr = dy_ptr.dtype.element_ty
     short: tl.constexpr = dtype.primitive_bitwidth == 16
     work: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
-    row, outer = _place(inner, ROWS)
+    row, outer = _place(inner, outer_shape, ROWS)
     dy_ptr += _outer_offset(outer, outer_shape, dy_outer)
     y_ptr += _outer_offset(outer, outer_shape, y_outer)
     out_ptr += _outer_offset(outer, outer_shape, out_outer)
@@ -363,10 +370,12 @@ KERNELS = {
     ("forward", "loop"): forward_loop,
     ("forward", "cluster"): forward_cluster,
     ("forward", "staged"): forward_staged,
+    ("forward", "piped"): forward_piped,
     ("forward", "strip"): forward_strip,
     ("backward", "tile"): backward_tile,
     ("backward", "loop"): backward_loop,
     ("backward", "cluster"): backward_cluster,
+    ("backward", "staged"): backward_staged,
     ("backward", "strip"): backward_strip,
 }
 

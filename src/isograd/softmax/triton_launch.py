@@ -20,7 +20,7 @@ _INT32_ROW = 1 << 17  # terms of binary32 whose integers fit an int64
 class Configuration(NamedTuple):
     """What a launch is made of, apart from the problem itself."""
 
-    variant: str  # "tile", "loop", "cluster", "staged" or "strip"
+    variant: str  # "tile", "loop", "cluster", "staged", "piped" or "strip"
     block: int  # columns a tile
     rows: int  # rows a program
     warps: int
@@ -77,11 +77,11 @@ def configuration(
     `arch` is the compute capability times ten, 0 where it is not NVIDIA's; `aligned` says what `_aligned` does.
     """
     if not contiguous:
-        return _strided_configuration(n, itemsize, inner, arch, aligned)
+        return _strided_configuration(n, itemsize, op, inner, arch, aligned)
     if 90 <= arch < 110 and aligned and itemsize < 8 and n <= _longest(itemsize, op):
         block = _power_of_two(n)
         if op in FORWARD and block * itemsize >= 16384 and (itemsize == 4 or block > 8192):
-            return _forward_configuration(block, itemsize)
+            return _forward_configuration(block, itemsize, op)
         if op not in FORWARD and block >= 4096:
             return _backward_configuration(block, itemsize, op)
     return _tile_configuration(n, itemsize, op, arch, inner)
@@ -121,29 +121,49 @@ def _clustered(
     return Configuration(variant, warps * 32 * group, 1, warps, group, 16 // itemsize, ctas, True, registers)
 
 
-def _forward_configuration(block: int, itemsize: int) -> Configuration:
-    """Much arithmetic: the next row arrives meanwhile, in one block up to 64 KiB of a row."""
-    if block * itemsize <= 16384:
+def _forward_configuration(block: int, itemsize: int, op: str) -> Configuration:
+    """Much arithmetic: the next row arrives meanwhile, in as few blocks as hold the row."""
+    size = block * itemsize
+    if size <= 16384:
+        if op == "softmax":
+            return _clustered("cluster", block, itemsize, 64, 8, 64)
         return _clustered("cluster", block, itemsize, 128, 4, 128)
-    return _clustered("staged", block, itemsize, 128, 16 if block * itemsize <= 65536 else 4, 128)
+    if itemsize == 2 and block == 16384:
+        return _clustered("staged", block, itemsize, 64, 16, 64)
+    if op == "softmax" and (itemsize == 2 or block == 65536) and 65536 <= size <= 262144:
+        return _clustered("piped", block, itemsize, 128, 16 if size <= 131072 else 8, 128)
+    one = size <= 65536 and not (op == "log_softmax" and itemsize == 4 and block == 16384)
+    return _clustered("staged", block, itemsize, 128, 16 if one else 8 if size <= 65536 else 4, 128)
 
 
 def _backward_configuration(block: int, itemsize: int, op: str) -> Configuration:
-    """Little arithmetic: many small clusters that come and go, as far as registers allow."""
+    """Little arithmetic: many small clusters that come and go, as far as registers allow.
+
+    The exponential of log_softmax makes it as much as forward: there the next row arrives meanwhile.
+    """
     if itemsize == 2:
+        if op == "log_softmax_backward" and block >= 16384:
+            return _clustered("staged", block, itemsize, 128, 8 if block <= 32768 else 16, 128)
         if block <= 65536 and (op == "softmax_backward" or block <= 4096):
-            return _clustered("cluster", block, itemsize, 64, 8 if block == 8192 else 4, 80)
+            return _clustered("cluster", block, itemsize, 64, 8 if block in (8192, 16384) else 4, 80)
         return _clustered("cluster", block, itemsize, 128, 4, 128)
-    warps = 4 if op == "log_softmax_backward" else 8 if block <= 16384 else 16
-    return _clustered("cluster", block, itemsize, 128, warps, 128)
+    if op == "log_softmax_backward":
+        if block >= 65536:
+            return _clustered("staged", block, itemsize, 128, 16, 128)
+        return _clustered("cluster", block, itemsize, 128, 16 if block == 16384 else 4, 128)
+    return _clustered("cluster", block, itemsize, 128, 8 if block <= 16384 else 16, 128)
 
 
-def _strided_configuration(n: int, itemsize: int, inner: int, arch: int, aligned: bool) -> Configuration:
+def _strided_configuration(n: int, itemsize: int, op: str, inner: int, arch: int, aligned: bool) -> Configuration:
     """Rows whose neighbours in memory belong to other rows: a program takes a strip of neighbouring rows."""
     native = arch >= 90
     block = _power_of_two(n)
     if 90 <= arch < 110 and aligned and itemsize < 8 and n <= 4096:
         vector = 4 // itemsize
+        if block == 4096 and (op in FORWARD or itemsize == 2):
+            # Half warps hold different columns of 64 bytes of rows; two blocks share a processor.
+            ctas, warps = (4, 16) if op == "softmax_backward" else (8, 8)
+            return Configuration("strip", block, 16 * vector, warps, 32, vector, ctas, True, 128)
         # In 16 bits a thread has two rows, and twice the elements for the same columns.
         wide = 64 if itemsize == 4 and block > 1024 else 32
         most = 8 if wide == 64 else 16
@@ -198,6 +218,13 @@ def arguments(problem: Problem, config: Configuration, kind: int, itemsize: int,
         if config.variant == "staged":
             layouts.append(gluon_kernels.shared_layout_of(config))
         return (problem.inner, problem.n, *problem.inner_strides, *fixed, *layouts)
+    if config.variant == "piped":
+        from isograd.softmax import gluon_pipes
+
+        masked = config.block * config.ctas != problem.n
+        fixed = (kind, config.block, config.ctas, config.group, config.vector, masked)
+        tail = (gluon_pipes.layout_of(config), gluon_pipes.shared_layout_of(config), gluon_pipes.chunks_of(config))
+        return (problem.inner, problem.n, *problem.inner_strides, *fixed, *tail)
     if config.variant == "strip":
         from isograd.softmax import gluon_strips
 
@@ -268,19 +295,21 @@ def specify(
 
 
 def _resident(compiled: Any, config: Configuration) -> int:
-    """Clusters of a staged kernel that the current device holds at a time."""
+    """Clusters, of a kernel in which they stay, that the current device holds at a time."""
     from triton.runtime import driver
 
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     registers = config.registers or compiled.n_regs
     available = properties.shared_memory_per_multiprocessor
-    blocks = min(65536 // (registers * 32 * config.warps), available // (compiled.metadata.shared + 4096))
+    # What the exchanges take at most (`gluon_exchange.py`), and what every block needs besides.
+    boxes = 32 * config.ctas * config.warps + 2048
+    blocks = min(65536 // (registers * 32 * config.warps), available // (compiled.metadata.shared + boxes))
     blocks = max(blocks, 1)
     if config.ctas == 1:
         return int(properties.multi_processor_count) * blocks
     # The driver knows how many clusters fit its groups of processors. It counts shared memory alone, so it is asked
     # with as much of that as leaves room for `blocks` blocks.
-    shared = max(compiled.metadata.shared, available // blocks - 8192)
+    shared = max(compiled.metadata.shared, available // blocks - boxes)
     return int(driver.active.utils.cuOccupancyMaxActiveClusters(compiled.function, shared, config.ctas))
 
 
@@ -292,7 +321,7 @@ def _prepare(
     with torch.cuda.device(tensors[0].device):
         compiled = kernel.warmup(*tensors, *tail, grid=(size,), **options)
         run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-        if config.variant == "staged":
+        if config.variant in ("staged", "piped"):
             size = min(size, _resident(compiled, config))
 
     def launch_prepared(stream: int, *addresses: int) -> None:

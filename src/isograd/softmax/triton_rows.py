@@ -228,18 +228,12 @@ def softmax_factors(
 
 
 @triton.jit
-def mark_largest(e, x, m, short: tl.constexpr, NATIVE: tl.constexpr):
-    """Exponentials, negative where the element is one of the row's largest: `softmax_output` knows those by it."""
+def largest_flag(thread_max, m, valid, short: tl.constexpr):
+    """Whether a thread holds one of the row's largest elements, or its row is not valid, as an int32 a thread."""
     if short:
-        return e
-    elif NATIVE and e.dtype == tl.float32:
-        # In PTX, because LLVM would carry the comparison to the output instead, in bit masks.
-        asm: tl.constexpr = (
-            "{ .reg .pred p; .reg .f32 t; setp.eq.f32 p, $2, $3; neg.f32 t, $1; selp.f32 $0, t, $1, p; }"
-        )
-        return tl.inline_asm_elementwise(asm, "=f,f,f,f", [e, x, m], dtype=tl.float32, is_pure=True, pack=1)
+        return valid
     else:
-        return tl.where(x == m, ops.negate(e), e)
+        return tl.where(valid, thread_max == m, True).to(tl.int32)
 
 
 @triton.jit
@@ -252,20 +246,95 @@ def largest_output(m, base, floor, bias, r, r_low, valid, short: tl.constexpr):
         return tl.where(valid, tl.fma(e, r, tl.fma(error, r, e * r_low)), float("nan"))
 
 
-@triton.jit
-def softmax_output(e, r, r_low, largest, short: tl.constexpr):
-    """The quotient of a marked exponential and the sum, ready to be stored but for the rounding to 16 bits.
+def _find_text(pack: int) -> str:
+    """$0, and every other output: a bit for each x that equals its maximum; x, maximum, flag `pack` times.
 
-    Rows that are not valid have NaN for `largest`, which everything in them becomes.
+    Most warps hold no such element and branch past the search. `equ` is true of a maximum that is NaN.
+    """
+    x, m, flag = (range(i * pack, (i + 1) * pack) for i in range(1, 4))
+    lines = ["{ .reg .pred p; .reg .b32 c, d; mov.b32 c, 0; mov.b32 d, 0;"]
+    lines += [f"or.b32 c, c, ${i};" for i in flag]
+    lines.append("setp.ne.u32 p, c, 0; @!p bra done;")
+    lines += [f"setp.equ.f32 p, ${x[i]}, ${m[i]}; @p or.b32 d, d, {1 << i};" for i in range(pack)]
+    lines.append("done:")
+    return "\n".join([*lines, *(f"mov.b32 ${i}, d;" for i in range(pack)), "}"])
+
+
+def _share_text(pack: int) -> str:
+    """Replace y by the quotient of the largest elements where `_find_text` found one: y, bits, quotient."""
+    y, bits, largest = (range(i * pack, (i + 1) * pack) for i in range(1, 4))
+    lines = ["{ .reg .pred p; .reg .b32 c;"]
+    lines += [f".reg .f32 t{i}; mov.f32 t{i}, ${y[i]};" for i in range(pack)]
+    lines.append(f"setp.ne.u32 p, ${bits[0]}, 0; @!p bra done;")
+    for i in range(pack):
+        lines.append(f"and.b32 c, ${bits[0]}, {1 << i}; setp.ne.u32 p, c, 0; @p mov.f32 t{i}, ${largest[i]};")
+    lines.append("done:")
+    return "\n".join([*lines, *(f"mov.f32 ${i}, t{i};" for i in range(pack)), "}"])
+
+
+_TEXT = {
+    "find": {pack: _find_text(pack) for pack in (1, 2, 4, 8, 16, 32)},
+    "share": {pack: _share_text(pack) for pack in (1, 2, 4, 8, 16, 32)},
+}
+
+
+@triton.constexpr_function
+def _text(name, pack):
+    return _TEXT[name][pack]
+
+
+@triton.constexpr_function
+def _constraints(pattern, pack):
+    return ",".join(name for name in pattern.split(",") for _ in range(pack))
+
+
+@triton.constexpr_function
+def _pack(count):
+    """Elements of a thread that share a word of bits; all of them lie in one row of the tile."""
+    return min(count, 32)
+
+
+@triton.jit
+def find_largest(x, m, flag, valid, short: tl.constexpr, NATIVE: tl.constexpr):
+    """Where the row's largest elements are, for `softmax_output`; `flag` is that of `largest_flag`.
+
+    Everything counts as such in rows that are not valid.
+    """
+    if short:
+        return valid
+    elif NATIVE and x.dtype == tl.float32:
+        pack: tl.constexpr = _pack(x.shape[2] * x.shape[3])
+        text: tl.constexpr = _text("find", pack)
+        constraints: tl.constexpr = _constraints("=r,f,f,r", pack)
+        m = tl.where(valid, m, float("nan"))
+        return tl.inline_asm_elementwise(text, constraints, [x, m, flag], dtype=tl.int32, is_pure=True, pack=pack)
+    else:
+        return tl.where(valid, x == m, True).to(tl.int32)
+
+
+@triton.jit
+def softmax_output(e, found, r, r_low, largest, short: tl.constexpr, NATIVE: tl.constexpr):
+    """The quotient of an exponential and the sum, ready to be stored but for the rounding to 16 bits.
+
+    `found` is what `find_largest` returns; rows that are not valid have NaN for `largest`.
     """
     if short:
         return e * r
     else:
-        above = tl.where(largest == largest, 0.0, float("inf"))
-        y = tl.where(e < above, largest, tl.fma(e, r, e * r_low))
-        if e.dtype == tl.float64:
-            y *= _DOWN_64
-        return y
+        y = tl.fma(e, r, e * r_low)
+        if NATIVE and e.dtype == tl.float32:
+            # A pack is the same elements here and in `find_largest`: nothing changes the layout in between.
+            pack: tl.constexpr = _pack(e.shape[2] * e.shape[3])
+            text: tl.constexpr = _text("share", pack)
+            constraints: tl.constexpr = _constraints("=f,f,r,f", pack)
+            return tl.inline_asm_elementwise(
+                text, constraints, [y, found, largest], dtype=tl.float32, is_pure=True, pack=pack
+            )
+        else:
+            y = tl.where(found != 0, largest, y)
+            if e.dtype == tl.float64:
+                y *= _DOWN_64
+            return y
 
 
 @triton.jit
