@@ -24,7 +24,7 @@ def kl_div(input: Any, target: Any, reduction: str = "mean", log_target: bool = 
     or tape variables. reduction: "mean" over all elements, "batchmean" over the first dimension, "sum", or "none".
 
     The loss has the work type (float32 for 16 bits). Where p is 0 the term is 0, whatever the input is, unless it is
-    NaN; the sum is order-free (`docs/arithmetic.md`, rule 12).
+    NaN; the sum is order-free (`docs/arithmetic.md`, rule 15).
 
     Raises InvalidProblemError for shapes or dtypes that differ and for another reduction, UnsupportedError for another
     dtype.
@@ -68,10 +68,9 @@ def kl_div_backward(
     return restore(functional.run(plan, dloss=g, input=x, target=t, dx=dx))
 
 
-def _fields(
-    operation: str, student: Any, teacher: Any, indices: Any, temperature: Any, reduction: Any
-) -> tuple[str, tuple[Any, ...]]:
-    """(device, the fields of the descriptor)."""
+def _fields(operation: str, inputs: list[Any], temperature: Any, reduction: Any) -> tuple[str, tuple[Any, ...]]:
+    """(device, the fields of the descriptor) for student, teacher and perhaps indices."""
+    student, teacher, indices = inputs if len(inputs) == 3 else (*inputs, None)
     device, dtype = arrays.describe(student, operation, "student")
     _, teacher_dtype = arrays.describe(teacher, operation, "teacher")
     classes, index_dtype = None, "int64"
@@ -105,11 +104,11 @@ def distillation_loss(
     InvalidProblemError for repeated indices and for arguments that do not match, UnsupportedError for another dtype.
     """
     operation = "distillation_loss"
-    if (tape := functional.tape_of(student, teacher)) is not None:
+    if (tape := functional.tape_of(student)) is not None:
         return tape.distillation_loss(student, teacher, temperature, indices, reduction)
     given = {"student": student, "teacher": teacher} | ({} if indices is None else {"indices": indices})
     taken, restore = functional.inputs(operation, **given)
-    device, fields = _fields(operation, *taken, *[None] * (3 - len(taken)), temperature, reduction)
+    device, fields = _fields(operation, taken, temperature, reduction)
     plan = functional.plan(DistillationLossPlan, DistillationLossDescriptor(*fields), device)
     loss = functional.empty(plan.descriptor.loss_shape, work_name(plan.descriptor.dtype), taken[0])  # type: ignore[attr-defined]
     return restore(functional.run(plan, **dict(zip(given, taken, strict=True)), loss=loss))
@@ -135,7 +134,7 @@ def distillation_loss_backward(
     given = {"dloss": dloss, "student": student, "teacher": teacher}
     given |= {} if indices is None else {"indices": indices}
     taken, restore = functional.inputs(operation, **given)
-    device, fields = _fields(operation, *taken[1:], *[None] * (4 - len(taken)), temperature, reduction)
+    device, fields = _fields(operation, taken[1:], temperature, reduction)
     plan = functional.plan(DistillationLossBackwardPlan, DistillationLossBackwardDescriptor(*fields), device)
     dstudent = functional.empty(tuple(taken[1].shape), plan.descriptor.dtype, taken[1]) if out is None else out
     result = functional.run(plan, **dict(zip(given, taken, strict=True)), dstudent=dstudent)

@@ -6,6 +6,7 @@ scaling by 1 / T, which is exact for powers of two, leaves of the logits: 3u |z|
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,8 @@ def _reduced(losses: Floats, errors: Floats, reduction: str, dtype: str) -> Floa
     """The bound of the reduced losses from those of single ones."""
     work = work_name(dtype)
     count = ref.divisor(reduction, losses.shape)
+    value: Floats
+    error: Floats
     with np.errstate(all="ignore"):
         if reduction == "none":
             value, error = losses, errors
@@ -45,7 +48,7 @@ def _reduced(losses: Floats, errors: Floats, reduction: str, dtype: str) -> Floa
             value = np.asarray(losses.sum() / _WIDE(count))
             error = np.asarray((errors.sum() + sum_error(losses, work)) / _WIDE(max(count, 1)))
         overflow = np.isfinite(value) & (np.abs(value) * max(count, 1) > family._FORMATS[work][2])
-        return np.where(overflow, np.inf, error + 2 * family.ulp(value, work))
+        return np.asarray(np.where(overflow, np.inf, error + 2 * family.ulp(value, work)))
 
 
 def _kl_parts(input: Floats, target: Floats, log_target: bool) -> tuple[Floats, Floats, Floats]:  # noqa: A002
@@ -83,7 +86,8 @@ def _kl_div_backward(
             error = 5 * u * np.abs(dx) + (4 * eta * g if log_target else 0)
         else:
             error = 5 * u * g * (log_p + 2 * d + 2) * (p if log_target else 1) + (4 * eta * g * (d + 1))
-        error = error + 2 * eta * (1 + p + d) + family.ulp(dx, dtype) / 2
+            error = error + 2 * eta * d
+        error = error + 2 * eta * (1 + p) + family.ulp(dx, dtype) / 2
         limit = min(family._FORMATS[dtype][2], largest)
         return np.where(np.isfinite(dx) & (np.abs(dx) > limit), np.inf, error)
 
@@ -91,12 +95,12 @@ def _kl_div_backward(
 def _delta(z: Floats, temperature: float, u: float) -> Floats:
     """What the scaled logits are off by; nothing where the scaling is exact."""
     exact = math.frexp(temperature)[0] == 0.5
-    return np.zeros_like(z) if exact else np.where(np.isfinite(z), 3 * u * np.abs(z), 0)
+    return np.where(np.isfinite(z) & (not exact), 3 * u * np.abs(z), 0)
 
 
 def _mean(p: Floats, values: Floats) -> Floats:
     """The mean of finite values under a distribution, one a row."""
-    return np.where(p > 0, p * values, 0).sum(-1, keepdims=True)
+    return np.asarray(np.where(p > 0, p * values, 0).sum(-1, keepdims=True))
 
 
 class _Rows:
@@ -127,7 +131,7 @@ def _row_terms(dtype: str, student: Floats, teacher: Floats, temperature: float)
 def _rest_error(log_p: Floats, dtype: str) -> Floats:
     """How far the teacher's rest is off."""
     u, bits, _, _ = family._work(dtype)
-    return 2 * u * np.exp(log_p).sum(-1) + log_p.shape[-1] * 2.0 ** (1 - bits) + u
+    return np.asarray(2 * u * np.exp(log_p).sum(-1) + log_p.shape[-1] * 2.0 ** (1 - bits) + u)
 
 
 def _rest_relative(dtype: str, n: int) -> float:
@@ -142,12 +146,12 @@ def _top_terms(dtype: str, student: Floats, teacher: Floats, indices: Any, tempe
     s, p = _Rows(student, temperature, dtype), np.exp(log_p)
     at = np.take_along_axis(np.broadcast_to(s.log_error, student.shape), indices.astype(np.int64), -1)
     d = np.where(p > 0, np.abs(log_p - log_q), 0)
-    errors = p * (at + 4 * u * np.abs(log_q) + 6 * u * d) + d * 4 * eta + 2 * eta
+    errors = p * (at + 4 * u * np.where(p > 0, np.abs(log_q), 0) + 6 * u * d) + d * 4 * eta + 2 * eta
     off = _rest_error(log_p, dtype)
     most = np.max(s.log_error, axis=-1, initial=0)
     about = np.abs(np.log(off)) + np.abs(log_q_rest) + 2
     rest = 2 * off * about + p_rest * (2 * most + _rest_relative(dtype, student.shape[-1]) + 6 * u * about)
-    rest = np.where(teacher.shape[-1] == student.shape[-1], 0, rest)
+    rest = np.where(log_q_rest == -np.inf, 0, rest)
     errors = np.concatenate([errors, rest[..., None]], axis=-1)
     return terms, np.where(np.isfinite(terms), errors, 0)
 
@@ -205,13 +209,13 @@ def _distillation_loss_backward(
             rest = np.where(share > 0, rest, 0)
             where = indices.astype(np.int64)
             np.put_along_axis(rest, where, 3 * u * np.exp(log_p), -1)
-            error = error + (0 if teacher.shape[-1] == student.shape[-1] else rest)
+            error = error + np.where(log_q_rest[..., None] == -np.inf, 0, rest)
             np.put_along_axis(error, where, np.take_along_axis(error, where, -1) + 3 * u * np.exp(log_p), -1)
         error = g * (error + 8 * eta) + 6 * u * np.abs(dx) + 2 * eta + family.ulp(dx, dtype) / 2
         return np.where(np.isfinite(dx) & (np.abs(dx) > family._FORMATS[dtype][2]), np.inf, error)
 
 
-_EVALUATE = {
+_EVALUATE: dict[str, Callable[..., Floats]] = {
     "kl_div": _kl_div,
     "kl_div_backward": _kl_div_backward,
     "distillation_loss": _distillation_loss,

@@ -205,7 +205,7 @@ class NumbaKlDiv(NumbaKernel):
         with default_environment():
             from isograd.losses import numba_divergence as kernels
             from isograd.numerics.numba_memory import BLOCK
-        x, t, loss = arguments["input"], arguments["target"], arguments["loss"]
+        x, t, loss = (arguments[name] for name in ("input", "target", "loss"))
         like, zero = kernel_type(x.dtype), work_zero(descriptor.dtype)
         log_target, shape = descriptor.log_target, descriptor.shape
         if descriptor.reduction == "none":
@@ -219,16 +219,16 @@ class NumbaKlDiv(NumbaKernel):
             return
         count, outer, n, steps = piece_walk(shape, tuple(map(element_strides, (x, t))), BLOCK) if x.size else _NOTHING
         # Sums of whole numbers and maxima: which pieces share a slot leaves no trace.
-        grain = parallel.grain(count, min(n, BLOCK))
-        slots = -(-count // grain)
-        keys = np.zeros(max(slots, 1), np.int64 if descriptor.dtype == "float64" else np.int32)
-        highs, lows, specials = np.zeros(slots, np.int64), np.zeros(slots, np.uint64), np.zeros(slots, np.int64)
-        head = (like, zero, address(x), address(t), *outer, n, *steps, log_target)
-        if count:
-            parallel.for_ranges(kernels.kl_magnitude, count, grain, *head, keys, grain)
+        size = parallel.grain(count, min(n, BLOCK))
+        slots = -(-count // size)
+        keys = np.zeros(slots + 1, np.int64 if descriptor.dtype == "float64" else np.int32)
+        highs, lows, done, specials = (np.zeros(slots, t) for t in (np.int64, np.uint64, np.int64, np.int64))
+        head = (like, zero, address(x), address(t), *outer, n, *steps, log_target, keys, highs, lows, done)
+        if slots:
+            parallel.for_ranges(kernels.kl_try, slots, 1, *head, np.zeros_like(keys[:1]), count, size)
         key = keys.max()
-        if count:
-            parallel.for_ranges(kernels.kl_sum, count, grain, *head, key, highs, lows, specials, grain)
+        if slots:
+            parallel.for_ranges(kernels.kl_sum, slots, 1, *head, specials, key, count, size)
         share = type(zero)(divisor(descriptor.reduction, shape))
         parallel.for_ranges(kernels.finish_sum, 1, 1, zero, key, highs, lows, specials, share, address(loss))
 
@@ -268,7 +268,7 @@ def _check_indices(operation: str, indices: Any, classes: int) -> None:
     grain = parallel.grain(count, k)
     found = np.zeros(-(-count // grain), np.int64)
     tail = (*outer, classes, k, strides[-1], found, grain)
-    parallel.for_ranges(unfit_rows, count, grain, indices.dtype.type(0), address(indices), *tail)
+    parallel.for_ranges(unfit_rows, count, grain, address(indices), *tail)
     if found.any():
         _refuse_indices(operation, indices, classes)
 
@@ -296,9 +296,11 @@ class NumbaDistillation(NumbaKernel):
 
     def launch(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any, stream: Any) -> None:
         """Compute on the library's threads; IndexOutOfRangeError before anything is written."""
+        logits = [arguments[name] for name in ("student", "teacher")]
         if descriptor.classes is not None:
-            _check_indices(descriptor.operation, arguments["indices"], descriptor.shape[-1])
-        logits = [arguments[name] for name in ("student", "teacher", "indices") if name in arguments]
+            # One type of index for the kernels; there are few beside the logits.
+            logits.append(arguments["indices"].astype(np.int64, copy=False))
+            _check_indices(descriptor.operation, logits[2], descriptor.shape[-1])
         factors = temperature_of(descriptor.temperature, logits[0].dtype)
         leading, zero = descriptor.shape[:-1], work_zero(descriptor.dtype)
         share = type(zero)(1 if descriptor.reduction == "none" else divisor(descriptor.reduction, leading))
@@ -327,7 +329,6 @@ class NumbaDistillation(NumbaKernel):
         module: Any = numba_distillation_top if top else numba_distillation
         function = getattr(module, f"distillation_{'top_' if top else ''}{name}")
         likes = [_zero_of(descriptor, name) for name in ("dtype", "teacher_dtype")]
-        likes += [np.dtype(descriptor.index_dtype).type(0)] if top else []
         strides = [element_strides(a) for a in operands]
         count, outer = row_walk(descriptor.shape[:-1], tuple(s[:rank] for s in strides))
         sizes = (n, descriptor.classes) if top else (n,)

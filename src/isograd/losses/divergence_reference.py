@@ -1,6 +1,6 @@
 """Divergences in NumPy: the definition that every kernel returns bit for bit, and its oracle.
 
-Formulas (rule 12 of `docs/arithmetic.md`); p is the target's distribution, q that of the input, T the temperature:
+Formulas (rule 15 of `docs/arithmetic.md`); p is the target's distribution, q that of the input, T the temperature:
 
     kl_div             sum of p (log p - x), x = log q; 0 where p is 0
     distillation_loss  T^2 sum_j p_j (log p_j - log q_j) per row, p = softmax(teacher / T), q = softmax(student / T)
@@ -196,33 +196,52 @@ class TopRow(NamedTuple):
     q: Floats  # the student's probabilities, all classes
     log_q: Floats  # its log-probabilities at the classes that the teacher names
     log_q_rest: Any
-    rest_sum: LogSum  # logarithmic sum of the student's other classes
+    shares: Floats | None  # what each class has of the rest, None where there is none
     p: Floats
     p_rest: Any
     valid: bool
 
 
-def _rest_sum(rows: Rows, indices: Integers) -> LogSum:
-    """The logarithmic sum of the classes besides `indices` of a single row."""
+def _shares(rows: Rows, total: int) -> Floats:
+    """The exponentials of a single row over an integer sum of some of them, as softmax divides."""
+    form = ref.FORMATS[rows.z.dtype]
+    of, down = form.dtype, form.dtype(2.0**-rows.exponentials.scale)
+    s, rest = family._pair(total, -rows.exponentials.bits, form)
+    r = of(1) / s
+    r_low = ref.fma(-r, rest, ref.fma(-r, s, of(1))) * r
+    if form.bits == 32:
+        r, r_low = r * down, r_low * down
+    e, error = rows.exponentials.e[0], rows.exponentials.error[0]
+    low = np.where(rows.z[0] == rows.z[0, rows.largest[0]], ref.fma(error, r, e * r_low), e * r_low)
+    y = ref.fma(e, r, low)
+    return y * down if form.bits == 64 else y
+
+
+def _rest(rows: Rows, indices: Integers) -> tuple[LogSum, Floats | None]:
+    """(logarithmic sum, shares) of the classes besides `indices` of a single row.
+
+    No shares where there is no such class, or every one is masked with -inf: then there is no rest, and what rounding
+    leaves of the teacher's is dropped.
+    """
     of = rows.z.dtype.type
     terms = rows.exponentials.terms[0]
     rest = sum(terms) - sum(terms[j] for j in indices)
     if rest >= 1 << (rows.exponentials.bits - REST_BITS):
         m = rows.z[:, rows.largest[0]]
-        return _log_sum(rows.exponentials, m, rows.largest, [rest])
+        return _log_sum(rows.exponentials, m, rows.largest, [rest]), _shares(rows, rest)
     others = rows.z.copy()
     others[0, indices] = -np.inf
     if np.max(others) == -np.inf:
-        return LogSum(np.array([-np.inf], of), np.zeros(1, of), np.zeros(1, of))
-    return rows_of(others).log_sum
+        return LogSum(np.array([-np.inf], of), np.zeros(1, of), np.zeros(1, of)), None
+    return rows_of(others).log_sum, family.softmax(others[0])
 
 
-def _teacher_rest(log_p: Floats, classes: int) -> Any:
+def _teacher_rest(log_p: Floats) -> Any:
     """1 less the sum of the teacher's probabilities, the sum being exact but for the exponentials themselves."""
     form = ref.FORMATS[log_p.dtype]
     exponentials = family._exponentials(log_p[None], np.zeros((1, 1), log_p.dtype), short=False)
     rest = (1 << exponentials.bits) - sum(exponentials.terms[0])
-    if rest <= 0 or len(log_p) == classes:
+    if rest <= 0:
         return form.dtype(0)
     return ref.round_integer(rest, -exponentials.bits, form)
 
@@ -233,13 +252,13 @@ def _top_row(z: Floats, log_p: Floats, indices: Integers) -> TopRow:
     valid = bool(rows.valid[0] and (log_p <= of(0.5)).all())
     if not valid:
         nothing = np.full(1, np.nan, z.dtype)
-        return TopRow(z, z, log_p, nothing, LogSum(nothing, nothing, nothing), log_p, nothing, False)
-    rest_sum = _rest_sum(rows, indices)
+        return TopRow(z, z, log_p, nothing, None, log_p, nothing, False)
+    rest_sum, shares = _rest(rows, indices)
     high, low = _difference(rest_sum, rows.log_sum)
     log_q_rest = np.where(np.isinf(high), high, high + low)
     log_q = log_probability(z[indices], rows.log_sum)
-    p_rest = _teacher_rest(log_p, len(z))
-    return TopRow(z, family.softmax(z), log_q, log_q_rest, rest_sum, ref.exp(log_p), p_rest, True)
+    p_rest = _teacher_rest(log_p) if shares is not None else of(0)
+    return TopRow(z, family.softmax(z), log_q, log_q_rest, shares, ref.exp(log_p), p_rest, True)
 
 
 def _top_terms(row: TopRow, log_p: Floats) -> Floats:
@@ -279,8 +298,8 @@ def _top_slopes(row: TopRow, indices: Integers) -> Floats:
     if not row.valid:
         return np.full_like(row.z, np.nan)
     slopes = row.q
-    if row.p_rest != 0 and row.rest_sum.top[0] != -np.inf:
-        slopes = row.q - row.p_rest * ref.exp(log_probability(row.z, row.rest_sum))
+    if row.shares is not None and row.p_rest != 0:
+        slopes = row.q - row.p_rest * row.shares
     slopes[indices] = row.q[indices] - row.p
     return slopes
 
@@ -361,7 +380,10 @@ def oracle_kl_div_backward(
 
 
 def _oracle_log_softmax(z: Floats) -> Floats:
-    return family.oracle_log_softmax(z, -1) if z.size else z
+    if z.size == 0:
+        return z
+    valid = np.isfinite(np.max(z, axis=-1, keepdims=True))
+    return np.where(valid, family.oracle_log_softmax(z, -1), _WIDE(np.nan))
 
 
 def oracle_rest(
@@ -372,14 +394,13 @@ def oracle_rest(
     log_q = _oracle_log_softmax(z)
     others = z.copy()
     np.put_along_axis(others, indices.astype(np.int64), -np.inf, -1)
-    m = np.max(others, axis=-1, keepdims=True)
+    m, top = np.max(others, axis=-1, keepdims=True), np.max(z, axis=-1, keepdims=True)
     safe = np.where(np.isfinite(m), m, 0)
-    rest = (safe + np.log(np.exp(others - safe).sum(-1, keepdims=True)))[..., 0]
-    m = np.max(z, axis=-1, keepdims=True)
-    total = (m + np.log(np.exp(z - m).sum(-1, keepdims=True)))[..., 0]
+    sums = [np.log(np.exp(v - w).sum(-1, keepdims=True)) for v, w in ((others, safe), (z, top))]
+    log_q_rest = ((safe - top) + (sums[0] - sums[1]))[..., 0]
     p_rest = np.maximum(1 - np.exp(log_p).sum(-1), 0)
-    p_rest = np.where(log_p.shape[-1] == z.shape[-1], 0, p_rest)
-    return log_p, np.take_along_axis(log_q, indices.astype(np.int64), -1), p_rest, rest - total
+    p_rest = np.where((m[..., 0] == -np.inf) & np.isfinite(top[..., 0]), 0, p_rest)
+    return log_p, np.take_along_axis(log_q, indices.astype(np.int64), -1), p_rest, log_q_rest
 
 
 def oracle_distillation_terms(

@@ -1,6 +1,6 @@
 """Gumbel-softmax in NumPy: the definition that every kernel returns bit for bit, and its oracle.
 
-Formulas (rule 13 of `docs/arithmetic.md`), over one row of the axis, with the noise g of each element:
+Formulas (rule 15 of `docs/arithmetic.md`), over one row of the axis, with the noise g of each element:
 
     gumbel_softmax           y = softmax((x + g) / tau); hard: 1 at the first largest of x + g, 0 elsewhere
     gumbel_softmax_backward  dx_j = y_j * (dy_j - sum_i y_i * dy_i) / tau
@@ -58,7 +58,7 @@ def perturbed(logits: Floats, tau: float, seed: int, offset: int) -> Floats:
     """(x + g) * (1 / tau) in the work type."""
     of = ref.work_dtype(logits.dtype)
     with np.errstate(all="ignore"):
-        return (ref.widen(logits) + noise(logits.shape, logits.dtype, seed, offset)) * (of(1) / of(tau))
+        return np.asarray((ref.widen(logits) + noise(logits.shape, logits.dtype, seed, offset)) * (of(1) / of(tau)))
 
 
 def gumbel_softmax(

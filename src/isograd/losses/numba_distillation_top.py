@@ -1,10 +1,13 @@
-"""Distillation from a teacher's best classes on the CPU: their log-probabilities, and one bucket for the rest."""
+"""Distillation from a teacher's best classes on the CPU: their log-probabilities, and one bucket for the rest.
+
+Indices are int64.
+"""
 
 import numpy as np
 
 from isograd.losses.numba_distillation import log_difference
 from isograd.losses.numba_steps import one_wide, rest_is_large, work_infinity
-from isograd.losses.numba_work_rows import block_exponentials, block_maximum, fill, stored_sum
+from isograd.losses.numba_work_rows import block_exponentials, block_maximum, fill, load_scaled, stored_sum
 from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import (
     BLOCK,
@@ -38,14 +41,14 @@ from isograd.softmax.numba_steps import (
 
 
 @kernel
-def unfit_rows(like, i_address, shape, i_strides, n, k, i_stride, found, grain, start, stop):
+def unfit_rows(i_address, shape, i_strides, n, k, i_stride, found, grain, start, stop):
     """The first row of a range, from 1, that names a class twice or one that there is not; 0 where there is none."""
-    indices = pointer(i_address, like)
+    indices = pointer(i_address, n)
     seen = np.zeros(n, np.int64)
     for row in range(start, stop):
         io = row_offset(row, shape, i_strides)
         for j in range(k):
-            index = np.int64(load(indices, io + j * i_stride))
+            index = load(indices, io + j * i_stride)
             if index < 0 or index >= n or seen[index] == row + 1:
                 found[start // grain] = row + 1
                 return
@@ -67,14 +70,15 @@ def _add(hi, lo, a, b):
 
 
 @device_function
-def _scaled_row(x, offset, stride, n, factor, z, block):
-    """Write a scaled row to z."""
+def _scaled_row(x, offset, stride, n, factor, z, block, zero):
+    """Write a scaled row to z; its maximum."""
+    key = lowest_key(zero)
     for j in range(0, n, BLOCK):
         count = min(n - j, BLOCK)
-        load_block(x, offset + j * stride, stride, count, block)
-        for i in range(count):
-            store(block, i, load(block, i) * factor)
+        load_scaled(x, offset + j * stride, stride, count, factor, block)
+        key = block_maximum(block, count, key)
         store_block(z, j, 1, count, block)
+    return from_key(key)
 
 
 @device_function
@@ -103,53 +107,52 @@ def _maximum_of(z, n, block, zero):
 def _gather(z, indices, io, i_stride, k, named):
     """The elements of z that the teacher names."""
     for j in range(k):
-        store(named, j, load(z, np.int64(load(indices, io + j * i_stride))))
+        store(named, j, load(z, load(indices, io + j * i_stride)))
 
 
 @device_function
-def _rest_sum(z, n, indices, io, i_stride, named, k, block, hi, lo, m, base, floor, bias, zero):
-    """The logarithmic sum of the classes that the teacher does not name, (-inf, 0, 0) where there are none.
+def _rest_exponentials(z, n, indices, io, i_stride, named, k, block, hi, lo, m, zero):
+    """(hi, lo, m) of the classes that the teacher does not name: the integer sum of their exponentials, relative to m.
 
-    (hi, lo) is the sum over all classes, relative to their maximum m; z is the row and comes back unchanged.
+    The arguments are those of all classes; z is the row and comes back unchanged. m is -inf where the rest is empty.
     """
+    base, floor, bias = row_shift(m, zero)
     hi, lo = _add(hi, lo, *_negative(*_sum_of(named, k, block, m, base, floor, bias, zero)))
     if rest_is_large(hi, lo, zero):
-        return log_sum(hi, lo, n, m, base, floor, bias, zero)
+        return hi, lo, m
     # Small beside the others, and known to few bits in their units: a sum in its own.
     for j in range(k):
-        store(z, np.int64(load(indices, io + j * i_stride)), -work_infinity(zero))
+        store(z, load(indices, io + j * i_stride), -work_infinity(zero))
     m = _maximum_of(z, n, block, zero)
-    top, middle, low = m, zero, zero
     if m > -work_infinity(zero):
         base, floor, bias = row_shift(m, zero)
         hi, lo = _sum_of(z, n, block, m, base, floor, bias, zero)
-        top, middle, low = log_sum(hi, lo, n, m, base, floor, bias, zero)
     for j in range(k):
-        store(z, np.int64(load(indices, io + j * i_stride)), load(named, j))
-    return top, middle, low
+        store(z, load(indices, io + j * i_stride), load(named, j))
+    return hi, lo, m
 
 
 @device_function
-def _teacher_rest(log_p, k, n, block, zero):
+def _teacher_rest(log_p, k, block, zero):
     """(whether these are log-probabilities, 1 less the sum of the teacher's probabilities)."""
     if not _maximum_of(log_p, k, block, zero) <= 0.5:
         return False, zero
     base, floor, bias = row_shift(zero, zero)
     hi, lo = _negative(*_sum_of(log_p, k, block, zero, base, floor, bias, zero))
     hi, lo = _add(hi, lo, *one_wide(zero))
-    if k == n or hi < 0 or (hi == 0 and lo == np.uint64(0)):
+    if hi < 0 or (hi == 0 and lo == np.uint64(0)):
         return True, zero
-    return True, wide_to_float(hi, lo, -quantum_bits(n, zero), zero)
+    return True, wide_to_float(hi, lo, -quantum_bits(k, zero), zero)
 
 
 @kernel
 def distillation_top_rows(
-    like, teacher_like, index_like, zero, x_address, t_address, i_address, loss_address, shape, x_strides, t_strides,
+    like, teacher_like, zero, x_address, t_address, i_address, loss_address, shape, x_strides, t_strides,
     i_strides, loss_strides, n, k, x_stride, t_stride, i_stride, factor, square, start, stop,
 ):  # fmt: skip
     """The loss of every row."""
     x, t, loss = pointer(x_address, like), pointer(t_address, teacher_like), pointer(loss_address, zero)
-    indices = pointer(i_address, index_like)
+    indices = pointer(i_address, n)
     block = stack_block(zero)
     scratch = empty_work(n + 3 * k + 1, zero)
     z, named = pointer(scratch.ctypes.data, zero), pointer(scratch.ctypes.data + n * scratch.itemsize, zero)
@@ -159,9 +162,8 @@ def distillation_top_rows(
         xo, to = row_offset(row, shape, x_strides), row_offset(row, shape, t_strides)
         io, out = row_offset(row, shape, i_strides), row_offset(row, shape, loss_strides)
         load_block(t, to, t_stride, k, log_p)
-        valid, p_rest = _teacher_rest(log_p, k, n, block, zero)
-        _scaled_row(x, xo, x_stride, n, factor, z, block)
-        m = _maximum_of(z, n, block, zero)
+        valid, p_rest = _teacher_rest(log_p, k, block, zero)
+        m = _scaled_row(x, xo, x_stride, n, factor, z, block, zero)
         if not (valid and is_finite(m)):
             store(loss, out, work_nan(zero))
             continue
@@ -175,12 +177,14 @@ def distillation_top_rows(
             store(terms, j, p * (load(log_p, j) - log_q) if p != zero else zero)
         store(terms, k, zero)
         if p_rest != zero:
-            r_top, r_middle, r_low = _rest_sum(
-                z, n, indices, io, i_stride, named, k, block, hi, lo, m, base, floor, bias, zero
-            )  # fmt: skip
-            high, rest = log_difference(r_top, r_middle, r_low, top, middle, low)
-            log_q_rest = high + rest if is_finite(high) else high
-            store(terms, k, p_rest * (log(p_rest) - log_q_rest))
+            hi, lo, rm = _rest_exponentials(z, n, indices, io, i_stride, named, k, block, hi, lo, m, zero)
+            # Where every other class is masked there is no rest, and what rounding leaves of the teacher's is dropped.
+            if rm > -work_infinity(zero):
+                base, floor, bias = row_shift(rm, zero)
+                r_top, r_middle, r_low = log_sum(hi, lo, n, rm, base, floor, bias, zero)
+                high, rest = log_difference(r_top, r_middle, r_low, top, middle, low)
+                log_q_rest = high + rest if is_finite(high) else high
+                store(terms, k, p_rest * (log(p_rest) - log_q_rest))
         key = magnitude_key(zero)
         for j in range(0, k + 1, BLOCK):
             count = min(k + 1 - j, BLOCK)
@@ -191,13 +195,13 @@ def distillation_top_rows(
 
 @kernel
 def distillation_top_gradient(
-    like, teacher_like, index_like, zero, g_address, x_address, t_address, i_address, dx_address, shape, g_strides,
+    like, teacher_like, zero, g_address, x_address, t_address, i_address, dx_address, shape, g_strides,
     x_strides, t_strides, i_strides, dx_strides, n, k, x_stride, t_stride, i_stride, dx_stride, factor, temperature,
     divisor, start, stop,
 ):  # fmt: skip
     """The gradient of every row for the student's logits; dx may be the student's logits."""
     g, x, t = pointer(g_address, zero), pointer(x_address, like), pointer(t_address, teacher_like)
-    indices, dx = pointer(i_address, index_like), pointer(dx_address, like)
+    indices, dx = pointer(i_address, n), pointer(dx_address, like)
     block = stack_block(zero)
     scratch = empty_work(n + 2 * k, zero)
     z, named = pointer(scratch.ctypes.data, zero), pointer(scratch.ctypes.data + n * scratch.itemsize, zero)
@@ -206,9 +210,8 @@ def distillation_top_gradient(
         xo, to = row_offset(row, shape, x_strides), row_offset(row, shape, t_strides)
         io, dxo = row_offset(row, shape, i_strides), row_offset(row, shape, dx_strides)
         load_block(t, to, t_stride, k, log_p)
-        valid, p_rest = _teacher_rest(log_p, k, n, block, zero)
-        _scaled_row(x, xo, x_stride, n, factor, z, block)
-        m = _maximum_of(z, n, block, zero)
+        valid, p_rest = _teacher_rest(log_p, k, block, zero)
+        m = _scaled_row(x, xo, x_stride, n, factor, z, block, zero)
         if not (valid and is_finite(m)):
             fill(dx, dxo, dx_stride, n, work_nan(zero), load(x, xo))
             continue
@@ -218,12 +221,15 @@ def distillation_top_gradient(
         r, r_low = reciprocal(hi, lo, n, zero)
         largest = largest_quotient(r, r_low, m, base, floor, bias, zero)
         _gather(z, indices, io, i_stride, k, named)
-        top, middle, low = m, zero, zero
+        rm, s_base, s_floor, s_bias, sr, sr_low, s_largest = m, base, floor, bias, r, r_low, zero
+        shared = False
         if p_rest != zero:
-            top, middle, low = _rest_sum(
-                z, n, indices, io, i_stride, named, k, block, hi, lo, m, base, floor, bias, zero
-            )  # fmt: skip
-        shared = p_rest != zero and top > -work_infinity(zero)
+            hi, lo, rm = _rest_exponentials(z, n, indices, io, i_stride, named, k, block, hi, lo, m, zero)
+            shared = rm > -work_infinity(zero)
+            if shared:
+                s_base, s_floor, s_bias = row_shift(rm, zero)
+                sr, sr_low = reciprocal(hi, lo, n, zero)
+                s_largest = largest_quotient(sr, sr_low, rm, s_base, s_floor, s_bias, zero)
         for j in range(k):
             x_j = load(named, j)
             e, _ = exponential(x_j, base, floor, bias, zero)
@@ -232,14 +238,25 @@ def distillation_top_gradient(
         for j in range(0, n, BLOCK):
             count = min(n - j, BLOCK)
             load_block(z, j, 1, count, block)
-            for i in range(count):
-                x_i = load(block, i)
-                e, _ = exponential(x_i, base, floor, bias, zero)
-                q = quotient(mark(e, x_i, m, zero), r, r_low, largest, zero)
-                if shared:
-                    q = q - p_rest * exp(log_probability(x_i, m, top, middle, low, zero))
-                store(block, i, upstream * q)
+            if not shared:
+                for i in range(count):
+                    x_i = load(block, i)
+                    e = mark(exponential(x_i, base, floor, bias, zero)[0], x_i, m, zero)
+                    store(block, i, upstream * quotient(e, r, r_low, largest, zero))
+            elif rm == m:
+                for i in range(count):
+                    x_i = load(block, i)
+                    e = mark(exponential(x_i, base, floor, bias, zero)[0], x_i, m, zero)
+                    share = quotient(e, sr, sr_low, s_largest, zero)
+                    store(block, i, upstream * (quotient(e, r, r_low, largest, zero) - p_rest * share))
+            else:
+                for i in range(count):
+                    x_i = load(block, i)
+                    e = mark(exponential(x_i, base, floor, bias, zero)[0], x_i, m, zero)
+                    s = mark(exponential(x_i, s_base, s_floor, s_bias, zero)[0], x_i, rm, zero)
+                    share = quotient(s, sr, sr_low, s_largest, zero)
+                    store(block, i, upstream * (quotient(e, r, r_low, largest, zero) - p_rest * share))
             store_block(dx, dxo + j * dx_stride, dx_stride, count, block)
         for j in range(k):
-            index = np.int64(load(indices, io + j * i_stride))
+            index = load(indices, io + j * i_stride)
             store(dx, dxo + index * dx_stride, narrow(load(named, j), load(dx, dxo)))

@@ -65,43 +65,64 @@ def kl_terms(
 
 
 @kernel
-def kl_magnitude(
-    like, zero, x_address, t_address, shape, x_strides, t_strides, n, x_stride, t_stride, log_target, keys, grain,
-    start, stop,
+def kl_try(
+    like, zero, x_address, t_address, shape, x_strides, t_strides, n, x_stride, t_stride, log_target,
+    keys, highs, lows, done, shared, pieces, size, start, stop,
 ):  # fmt: skip
-    """The largest magnitude key of the terms of a range of pieces, one slot a range."""
+    """The largest magnitude key of some pieces, and the exact sum of their terms as far as its unit was known.
+
+    A slot has `size` of all the pieces. The unit follows the largest term of all, which is known at the end only; but
+    once a term of its size was met, what follows is summed in the right unit. `done[slot]` is the first piece of the
+    slot whose terms are in its sum. `shared` hands the largest key on to later slots; whether another thread sees it in
+    time changes how much `kl_sum` has to do over again, and no result.
+    """
     x, t = pointer(x_address, like), pointer(t_address, like)
     a, b = stack_block(zero), stack_block(zero)
-    key = magnitude_key(zero)
-    for index in range(start, stop):
-        row, j, count = _piece(index, n)
-        xo, to = row_offset(row, shape, x_strides), row_offset(row, shape, t_strides)
-        _kl_block(x, xo + j * x_stride, x_stride, t, to + j * t_stride, t_stride, count, log_target, a, b, zero)
-        key = block_magnitude(b, count, key)
-    keys[start // grain] = key
+    for slot in range(start, stop):
+        key = max(shared[0], magnitude_key(zero))
+        first, second, exponent = sum_scale(key)
+        hi, lo, fit = np.int64(0), np.uint64(0), slot * size
+        for index in range(slot * size, min((slot + 1) * size, pieces)):
+            row, j, count = _piece(index, n)
+            xo, to = row_offset(row, shape, x_strides), row_offset(row, shape, t_strides)
+            _kl_block(x, xo + j * x_stride, x_stride, t, to + j * t_stride, t_stride, count, log_target, a, b, zero)
+            larger = block_magnitude(b, count, key)
+            if larger > key:
+                key = larger
+                first, second, unit = sum_scale(key)
+                if unit != exponent:
+                    hi, lo, fit, exponent = np.int64(0), np.uint64(0), index, unit
+            if is_finite_key(key):
+                high, low = block_terms(b, count, first, second)
+                hi, lo = add_limbs(hi, lo, high, low, limb_shift(zero))
+        shared[0] = max(shared[0], key)
+        keys[slot], highs[slot], lows[slot], done[slot] = key, hi, lo, fit
 
 
 @kernel
 def kl_sum(
-    like, zero, x_address, t_address, shape, x_strides, t_strides, n, x_stride, t_stride, log_target, key,
-    highs, lows, specials, grain, start, stop,
+    like, zero, x_address, t_address, shape, x_strides, t_strides, n, x_stride, t_stride, log_target,
+    keys, highs, lows, done, specials, key, pieces, size, start, stop,
 ):  # fmt: skip
-    """The exact sum of the terms of a range of pieces, one slot a range."""
+    """Finish what `kl_try` began, now that the largest key of all is known."""
     x, t = pointer(x_address, like), pointer(t_address, like)
     a, b = stack_block(zero), stack_block(zero)
     finite = is_finite_key(key)
-    first, second, _ = sum_scale(key)
-    hi, lo, special = np.int64(0), np.uint64(0), np.int64(0)
-    for index in range(start, stop):
-        row, j, count = _piece(index, n)
-        xo, to = row_offset(row, shape, x_strides), row_offset(row, shape, t_strides)
-        _kl_block(x, xo + j * x_stride, x_stride, t, to + j * t_stride, t_stride, count, log_target, a, b, zero)
-        if finite:
-            high, low = block_terms(b, count, first, second)
-            hi, lo = add_limbs(hi, lo, high, low, limb_shift(zero))
-        else:
-            special = block_special(b, count, special)
-    highs[start // grain], lows[start // grain], specials[start // grain] = hi, lo, special
+    first, second, exponent = sum_scale(key)
+    for slot in range(start, stop):
+        hi, lo, special, end = highs[slot], lows[slot], np.int64(0), done[slot]
+        if not finite or sum_scale(keys[slot])[2] != exponent:
+            hi, lo, end = np.int64(0), np.uint64(0), min((slot + 1) * size, pieces)
+        for index in range(slot * size, end):
+            row, j, count = _piece(index, n)
+            xo, to = row_offset(row, shape, x_strides), row_offset(row, shape, t_strides)
+            _kl_block(x, xo + j * x_stride, x_stride, t, to + j * t_stride, t_stride, count, log_target, a, b, zero)
+            if finite:
+                high, low = block_terms(b, count, first, second)
+                hi, lo = add_limbs(hi, lo, high, low, limb_shift(zero))
+            else:
+                special = block_special(b, count, special)
+        highs[slot], lows[slot], specials[slot] = hi, lo, special
 
 
 @kernel

@@ -8,7 +8,7 @@ from numba.extending import overload
 
 from isograd.losses.gumbel_reference import LAST_WORD
 from isograd.losses.numba_steps import work_one
-from isograd.losses.numba_work_rows import block_exponentials, block_maximum, fill, stored_sum
+from isograd.losses.numba_work_rows import block_exponentials, block_maximum, fill
 from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import (
     BLOCK,
@@ -17,6 +17,8 @@ from isograd.numerics.numba_memory import (
     load_block,
     multiply_part,
     pointer,
+    prefetch_read,
+    prefetch_write,
     row_offset,
     stack_block,
     store,
@@ -25,7 +27,16 @@ from isograd.numerics.numba_memory import (
 )
 from isograd.numerics.numba_ops import from_key, is_finite, log, magnitude_key
 from isograd.numerics.numba_storage import narrow, widen
-from isograd.numerics.numba_sum import PARTIAL, block_magnitude
+from isograd.numerics.numba_sum import (
+    PARTIAL,
+    block_magnitude,
+    block_special,
+    is_finite_key,
+    part_terms,
+    special_value,
+    sum_scale,
+)
+from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
 from isograd.softmax.numba_steps import (
     largest_quotient,
     lowest_key,
@@ -40,7 +51,7 @@ _FORCE = {"forceinline": True}
 _MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _K0, _K1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
-_LAST = np.uint64(LAST_WORD)
+_LAST, _ALL = np.uint64(LAST_WORD), np.uint64(0xFFFFFFFFFFFFFFFF)
 _UNIT_32, _HALF_32 = np.float32(2.0**-23), np.float32(2.0**-24)
 _UNIT_64, _HALF_64 = np.float64(2.0**-52), np.float64(2.0**-53)
 
@@ -153,7 +164,9 @@ def _add_noise(block, count, first, step, seed, factor, spare, zero):
         lead = np.int64(number & np.uint64(each - 1))
         blocks = (lead + size + each - 1) >> np.int64(shift)
         for b in range(blocks):
-            store_variates(spare, b * each, _philox((number >> shift) + np.uint64(b), seed), zero)
+            # Numbers count modulo 2^64, and so do their blocks modulo what is left of that.
+            index = ((number >> shift) + np.uint64(b)) & (_ALL >> shift)
+            store_variates(spare, b * each, _philox(index, seed), zero)
         for i in range(size):
             store(block, start + i, (load(block, start + i) + _gumbel(load(spare, lead + i))) * factor)
 
@@ -226,37 +239,61 @@ def gumbel_softmax_rows(
 
 
 # --- backward --------------------------------------------------------------------------------------------------------
+@device_function
+def _gradient_part(dy, dy_offset, dy_stride, y, y_offset, y_stride, start, stop, s, factor, block):
+    if dy_stride == 1 and y_stride == 1:
+        for i in range(start, stop):
+            v = widen(load(y, y_offset + i))
+            store(block, i, (v * (widen(load(dy, dy_offset + i)) - s)) * factor)
+    else:
+        for i in range(start, stop):
+            v = widen(load(y, y_offset + i * y_stride))
+            store(block, i, (v * (widen(load(dy, dy_offset + i * dy_stride)) - s)) * factor)
+
+
 @kernel
 def gumbel_softmax_backward_rows(
     like, dy_address, y_address, dx_address, shape, dy_strides, y_strides, dx_strides, n, dy_stride, y_stride,
     dx_stride, factor, start, stop,
 ):  # fmt: skip
-    """Rows of the gradient; dx may be dy or y."""
+    """Rows of the gradient; dx may be dy or y. As in the softmax family, each pass asks for one stream ahead."""
     dy, y, dx = pointer(dy_address, like), pointer(y_address, like), pointer(dx_address, like)
     zero = work_zero(like)
     block = stack_block(zero)
-    scratch = empty_work(n if n > BLOCK else 0, zero)
-    kept = pointer(scratch.ctypes.data, zero)
     for row in range(start, stop):
-        dyo, yo = row_offset(row, shape, dy_strides), row_offset(row, shape, y_strides)
+        after = min(row + 1, stop - 1)
+        dyo, dy_ahead = row_offset(row, shape, dy_strides), row_offset(after, shape, dy_strides)
+        yo, y_ahead = row_offset(row, shape, y_strides), row_offset(after, shape, y_strides)
         dxo = row_offset(row, shape, dx_strides)
         key = magnitude_key(zero)
         for j in range(0, n, BLOCK):
             count = min(n - j, BLOCK)
-            multiply_part(dy, dyo + j * dy_stride, dy_stride, y, yo + j * y_stride, y_stride, 0, count, block)
+            for i in range(0, count, PARTIAL):
+                end = min(i + PARTIAL, count)
+                prefetch_write(dx, dxo + (j + i) * dx_stride, dx_stride, end - i)
+                multiply_part(dy, dyo + j * dy_stride, dy_stride, y, yo + j * y_stride, y_stride, i, end, block)
             key = block_magnitude(block, count, key)
+        finite = is_finite_key(key)
+        first, second, exponent = sum_scale(key)
+        hi, lo, special = np.int64(0), np.uint64(0), np.int64(0)
+        for j in range(0, n, BLOCK):
+            count = min(n - j, BLOCK)
             if n > BLOCK:
-                store_block(kept, j, 1, count, block)
-        s = stored_sum(kept, n, key, block, zero)
+                multiply_part(dy, dyo + j * dy_stride, dy_stride, y, yo + j * y_stride, y_stride, 0, count, block)
+            if not finite:
+                special = block_special(block, count, special)
+                continue
+            for i in range(0, count, PARTIAL):
+                end = min(i + PARTIAL, count)
+                prefetch_read(dy, dy_ahead + (j + i) * dy_stride, dy_stride, end - i)
+                high, low = part_terms(block, i, end, first, second)
+                hi, lo = add_limbs(hi, lo, high, low, limb_shift(zero))
+        s = wide_to_float(hi, lo, exponent, zero) if finite else special_value(special, zero)
         for j in range(0, n, BLOCK):
             count = min(n - j, BLOCK)
             dyj, yj = dyo + j * dy_stride, yo + j * y_stride
-            if dy_stride == 1 and y_stride == 1:
-                for i in range(count):
-                    v = widen(load(y, yj + i))
-                    store(block, i, (v * (widen(load(dy, dyj + i)) - s)) * factor)
-            else:
-                for i in range(count):
-                    v = widen(load(y, yj + i * y_stride))
-                    store(block, i, (v * (widen(load(dy, dyj + i * dy_stride)) - s)) * factor)
+            for i in range(0, count, PARTIAL):
+                end = min(i + PARTIAL, count)
+                prefetch_read(y, y_ahead + (j + i) * y_stride, y_stride, end - i)
+                _gradient_part(dy, dyj, dy_stride, y, yj, y_stride, i, end, s, factor, block)
             store_block(dx, dxo + j * dx_stride, dx_stride, count, block)

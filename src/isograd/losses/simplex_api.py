@@ -35,7 +35,7 @@ def gumbel_softmax(
     order, takes number `offset + i` of the noise of `seed`, on every device; a call that goes on adds the size of the
     logits to the offset.
 
-    Bits and bound in `docs/arithmetic.md`, rule 13. A row with NaN or +inf, or of -inf alone, gives NaN.
+    Bits and bound in `docs/arithmetic.md`, rule 15. A row with NaN or +inf, or of -inf alone, gives NaN.
 
     Raises InvalidProblemError for a wrong axis, rank, tau, seed or offset, UnsupportedError for another dtype.
     """
@@ -77,7 +77,7 @@ def sparsemax(x: Any, axis: int = -1) -> Any:
     x: float16, bfloat16, float32 or float64, rank 1 to 8, any strides: a NumPy array, a torch tensor, an array with
     DLPack or a tape variable; the result is of the same kind. (Martins and Astudillo, 2016.)
 
-    Which elements are above the threshold is decided exactly, in integers (`docs/arithmetic.md`, rule 14). A row with
+    Which elements are above the threshold is decided exactly, in integers (`docs/arithmetic.md`, rule 15). A row with
     NaN or +inf, or of -inf alone, gives NaN.
 
     Raises InvalidProblemError for a wrong axis or rank, UnsupportedError for another dtype.

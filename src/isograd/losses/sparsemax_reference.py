@@ -6,7 +6,7 @@ the row sorted in descending order and k the largest number with 1 + k x_(k) > s
     sparsemax           y_j = max(x_j - tau, 0),  tau = (sum of the k largest - 1) / k
     sparsemax_backward  dx_j = dy_j - (sum of dy over the support) / size of the support where y_j > 0, else 0
 
-Rule 14 of `docs/arithmetic.md` says what is rounded.
+Rule 15 of `docs/arithmetic.md` says what is rounded.
 """
 
 from typing import Any
@@ -106,6 +106,9 @@ def oracle_sparsemax(x: Floats, axis: int = -1) -> Floats:
         inside = 1 + k * descending > np.cumsum(descending, axis=-1)
         size = np.maximum(inside.sum(axis=-1, keepdims=True), 1)
         tau = (np.where(np.arange(d.shape[-1]) < size, descending, 0).sum(axis=-1, keepdims=True) - 1) / size
+        # Once more with what the sum of the result lacks of 1: a sum of many differences has lost some of its own.
+        inside = np.maximum(d - tau, 0)
+        tau = tau + (inside.sum(axis=-1, keepdims=True) - 1) / np.maximum((inside > 0).sum(axis=-1, keepdims=True), 1)
         y = np.where(np.isfinite(m), np.maximum(d - tau, 0), np.nan)
         return np.moveaxis(y, -1, axis)
 

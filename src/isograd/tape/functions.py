@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd.arrays import to_numpy
+
 from isograd.errors import InvalidProblemError
 from isograd.losses.cross_entropy import Options
 from isograd.losses.linear_cross_entropy import LinearOptions
@@ -105,6 +106,33 @@ def linear_cross_entropy(
     operands = (hidden, weight) if bias is None else (hidden, weight, bias)
     given = LinearOptions(**options)
     return apply(loss_rules.linear_cross_entropy, *operands, targets=targets, class_weight=class_weight, options=given)
+
+
+def kl_div(x: Operand, target: Operand, reduction: str = "mean", log_target: bool = False) -> Variable:
+    """The divergence of a target distribution from log-probabilities; both get gradients."""
+    return apply(rules.kl_div, x, target, reduction=reduction, log_target=log_target)
+
+
+def distillation_loss(
+    student: Variable, teacher: Any, temperature: float = 1.0, indices: Any = None, reduction: str = "batchmean"
+) -> Variable:
+    """The divergence of a teacher, an array or a variable that gets no gradient, from a student."""
+    # Copies, as constants are elsewhere: the caller may overwrite the originals before the gradient is computed.
+    constants = [None if a is None else np.array(getattr(a, "value", a)) for a in (teacher, indices)]
+    options = {"teacher": constants[0], "indices": constants[1], "temperature": temperature, "reduction": reduction}
+    return apply(rules.distillation_loss, student, **options)
+
+
+def gumbel_softmax(
+    x: Variable, tau: float = 1.0, hard: bool = False, axis: int = -1, seed: int = 0, offset: int = 0
+) -> Variable:
+    """A sample of the Gumbel-softmax distribution over an axis."""
+    return apply(rules.gumbel_softmax, x, tau=tau, hard=hard, axis=axis, seed=seed, offset=offset)
+
+
+def sparsemax(x: Variable, axis: int = -1) -> Variable:
+    """The point of the probability simplex nearest to each row of an axis."""
+    return apply(rules.sparsemax, x, axis=axis)
 
 
 def sum(x: Variable, axis: rules.Axes = None, keepdims: bool = False) -> Variable:  # noqa: A001 - NumPy's name

@@ -13,6 +13,11 @@ from isograd.cli.suites.common import Case, Suite
 from isograd.fenv import default_environment
 
 SUITES: dict[str, Suite] = {**softmax.SUITES, **cross_entropy.SUITES}
+from isograd.cli.suites import losses_more, softmax
+from isograd.cli.suites.common import Case, Suite
+from isograd.fenv import default_environment
+
+SUITES: dict[str, Suite] = {**softmax.SUITES, **losses_more.SUITES}
 
 
 def cases(operation: str, dtype: str) -> list[Case]:

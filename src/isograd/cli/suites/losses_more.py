@@ -1,0 +1,354 @@
+"""The cases of divergences, gumbel_softmax and sparsemax with their gradients, and what must not change their bits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from isograd.cli.suites.common import Array, Arrays, Case, Change, Suite, normal, store
+from isograd.losses import divergence_plans as divergence
+from isograd.losses import divergence_reference, gumbel_reference, sparsemax_reference
+from isograd.losses import simplex_plans as simplex
+from isograd.losses.promises import work_name
+from isograd.numerics import random
+from isograd.numerics import reference as ref
+from isograd.plan import Descriptor
+
+_STREAM = 400  # of this family's inputs
+
+
+def _logits(dtype: str, stream: int) -> Iterator[tuple[str, Array, Array]]:
+    """Name, student, teacher: rows of logits that hurt."""
+    far = -6e4 if dtype == "float16" else -1e7
+
+    def pair(shape: tuple[int, ...], scale: float = 2.0) -> tuple[Array, Array]:
+        nonlocal stream
+        stream += 2
+        return scale * normal(shape, stream), scale * normal(shape, stream + 1)
+
+    for shape in ((6, 1), (5, 31), (40, 256), (3, 5000)):
+        x, t = pair(shape)
+        yield f"{shape[0]} x {shape[1]}", store(x, dtype), store(t, dtype)
+    x, t = pair((4, 300), 60.0)
+    yield "wide spread", store(x, dtype), store(t, dtype)
+    x, t = pair((4, 300))
+    yield "close", store(x, dtype), store(x + t * 2.0**-10, dtype)
+    yield "far away", store(x + far, dtype), store(t + far, dtype)
+    masked = np.where(normal((4, 300), _STREAM) > 0.3, -np.inf, 0.0)
+    masked[2] = -np.inf
+    yield "masked", store(x + masked, dtype), store(t + masked, dtype)
+    peak = np.where(np.arange(300) == 17, 60.0, 0.0)
+    yield "sure student", store(x + peak, dtype), store(t, dtype)
+    yield "sure teacher", store(x, dtype), store(t + peak, dtype)
+    special = x.copy()
+    special[0, 3], special[1, 299], special[2, 0] = np.nan, np.inf, -np.inf
+    yield "NaN and inf", store(special, dtype), store(t, dtype)
+
+
+def _log_softmax(x: Array) -> Array:
+    """Log-probabilities in the work type; the family's reference has the same bits on every machine."""
+    from isograd.softmax import reference
+
+    return reference.log_softmax(ref.widen(x))
+
+
+def _exp(x: Array, dtype: str) -> Array:
+    with np.errstate(all="ignore"):
+        return ref.narrow(ref.exp(x), np.dtype(ref.BFLOAT16 if dtype == "bfloat16" else dtype))
+
+
+def _upstream(shape: tuple[int, ...], dtype: str, stream: int) -> Array:
+    return store(np.asarray(normal((1, *shape), stream)[0]), work_name(dtype))
+
+
+# --- divergences -----------------------------------------------------------------------------------------------------
+def _kl_cases(backward: bool, dtype: str) -> Iterator[Case]:
+    options = [("mean", False), ("sum", True), ("batchmean", False), ("none", True), ("none", False)]
+    for i, (name, x, t) in enumerate(_logits(dtype, _STREAM + 1)):
+        reduction, log_target = options[i % 5]
+        log_p = _log_softmax(t)
+        target = ref.narrow(log_p, x.dtype) if log_target else _exp(log_p, dtype)
+        inputs = {"input": ref.narrow(_log_softmax(x), x.dtype), "target": target}
+        chosen: dict[str, Any] = {"reduction": reduction, "log_target": log_target}
+        if backward:
+            shape = x.shape if reduction == "none" else ()
+            inputs = {"dloss": _upstream(shape, dtype, _STREAM + 40 + i), **inputs}
+            chosen["wrt"] = "target" if i % 2 else "input"
+        yield Case(name, inputs, chosen)
+        if name == "40 x 256" and not backward:
+            yield Case(f"{name}, transposed", {key: a.T for key, a in inputs.items()}, chosen)
+
+
+def _kl_descriptor(type_: Callable[..., Descriptor], case: Case, dtype: str) -> Descriptor:
+    return type_(case.inputs["input"].shape, dtype, **case.options)
+
+
+def _named(teacher: Array, k: int, dtype: str, index: Any) -> tuple[Array, Array]:
+    """A teacher's log-probabilities at k classes: every third one, wrapped around."""
+    log_p = _log_softmax(teacher)
+    columns = (np.arange(teacher.shape[0])[:, None] + 3 * np.arange(k)) % teacher.shape[1]
+    return store(np.take_along_axis(log_p, columns, 1).astype(np.float64), dtype), columns.astype(index)
+
+
+def _distillation_cases(backward: bool, dtype: str) -> Iterator[Case]:
+    for i, (name, x, t) in enumerate(_logits(dtype, _STREAM + 60)):
+        options = {"temperature": (1.0, 2.0, 0.7)[i % 3], "reduction": ("none", "batchmean", "mean", "sum")[i % 4]}
+        g = _upstream(x.shape[:-1] if options["reduction"] == "none" else (), dtype, _STREAM + 100 + i)
+        before = {"dloss": g} if backward else {}
+        yield Case(name, {**before, "student": x, "teacher": t}, options)
+        k = 1 if x.shape[1] < 16 else 5 if i % 2 else 9
+        kept, indices = _named(t, k, dtype, (np.int32, np.int64, np.uint32)[i % 3])
+        yield Case(f"{name}, {k} named", {**before, "student": x, "teacher": kept, "indices": indices}, options)
+
+
+def _distillation_descriptor(type_: Callable[..., Descriptor], case: Case, dtype: str) -> Descriptor:
+    indices = case.inputs.get("indices")
+    named = {} if indices is None else {"classes": indices.shape[-1], "index_dtype": indices.dtype.name}
+    return type_(case.inputs["student"].shape, dtype, None, **case.options, **named)
+
+
+# --- gumbel_softmax and sparsemax ------------------------------------------------------------------------------------
+def _gumbel_cases(dtype: str) -> Iterator[Case]:
+    for i, (name, x, _) in enumerate(_logits(dtype, _STREAM + 140)):
+        options = {"tau": (1.0, 0.5, 3.7)[i % 3], "hard": i % 4 == 3, "seed": 7 * i, "offset": (0, 5, 2**33)[i % 3]}
+        yield Case(name, {"logits": x}, options)
+        if name == "40 x 256":
+            yield Case("first axis", {"logits": x}, {**options, "axis": 0})
+            yield Case("transposed", {"logits": x.T}, options)
+
+
+def _gumbel_descriptor(case: Case, dtype: str) -> Descriptor:
+    return simplex.GumbelSoftmaxDescriptor(case.inputs["logits"].shape, dtype, **{"axis": -1, **case.options})
+
+
+def _gumbel_backward_cases(dtype: str) -> Iterator[Case]:
+    for i, (name, x, t) in enumerate(_logits(dtype, _STREAM + 180)):
+        y = _exp(_log_softmax(x), dtype)
+        yield Case(name, {"dy": t, "y": y}, {"tau": (1.0, 0.5, 3.7)[i % 3]})
+        if name == "40 x 256":
+            yield Case("first axis", {"dy": t.T, "y": y.T}, {"tau": 0.3, "axis": 0})
+
+
+def _sparsemax_cases(dtype: str) -> Iterator[Case]:
+    for name, x, t in _logits(dtype, _STREAM + 220):
+        yield Case(name, {"x": x})
+        if name == "40 x 256":
+            yield Case("all in the support", {"x": store(t.astype(np.float64) * 2.0**-12, dtype)})
+            yield Case("first axis", {"x": x}, {"axis": 0})
+    yield Case("ties", {"x": store(np.rint(normal((8, 60), _STREAM + 260)) / 4, dtype)})
+
+
+def _sparsemax_backward_cases(dtype: str) -> Iterator[Case]:
+    for name, x, t in _logits(dtype, _STREAM + 270):
+        yield Case(name, {"dy": t, "y": sparsemax_reference.sparsemax(x)})
+        if name == "40 x 256":
+            one = np.broadcast_to(t[:1, :1], t.shape)
+            y = np.ascontiguousarray(sparsemax_reference.sparsemax(x, 0).T)
+            yield Case("expanded dy, first axis", {"dy": one, "y": y.T}, {"axis": 0})
+
+
+def _axis_descriptor(type_: Callable[..., Descriptor], case: Case, dtype: str) -> Descriptor:
+    *_, like = case.inputs.values()
+    return type_(like.shape, dtype, **{"axis": -1, **case.options})
+
+
+# --- invariances -----------------------------------------------------------------------------------------------------
+def _each(case: Case, change: Callable[[Array], Array], **options: Any) -> Case:
+    return Case(case.name, {k: change(a) for k, a in case.inputs.items()}, {**case.options, **options})
+
+
+def _same(results: Arrays) -> Arrays:
+    return results
+
+
+def _all(change: Callable[[Array], Array]) -> Callable[[Arrays], Arrays]:
+    return lambda results: tuple(change(r) for r in results)
+
+
+def _shuffled(case: Case, axis: int, seed: int, put_back: bool) -> Iterator[Change]:
+    """The elements of an axis of every input in another order; put back where the results have that axis."""
+    *_, like = case.inputs.values()
+    if like.ndim <= axis % max(like.ndim, 1) or like.ndim == 0:
+        return
+    order = random.permutation(like.shape[axis], seed=seed)
+
+    def take(a: Array) -> Array:
+        return np.take(a, order, axis) if a.ndim == like.ndim else a
+
+    yield Change(_each(case, take), _all(take) if put_back else _same)
+
+
+def _kl_order(case: Case) -> Iterator[Change]:
+    """Columns, then rows in another order."""
+    single = case.options["reduction"] == "none" or "dloss" in case.inputs
+    for axis in (0, 1):
+        yield from _shuffled(case, axis, 3 + axis, single)
+
+
+def _row_order(case: Case) -> Iterator[Change]:
+    """The elements of every row in another order."""
+    yield from _shuffled(case, int(case.options.get("axis", -1)), 5, True)
+
+
+def _class_order(case: Case) -> Iterator[Change]:
+    """The classes, and the teacher's named ones, in another order."""
+    backward = "dloss" in case.inputs
+    n = case.inputs["student"].shape[-1]
+    order = random.permutation(n, seed=n)
+    inputs = dict(case.inputs)
+    inputs["student"] = np.take(inputs["student"], order, -1)
+    if "indices" in inputs:
+        k = inputs["indices"].shape[-1]
+        among, inverse = random.permutation(k, seed=k), np.argsort(order)
+        inputs["indices"] = inverse.astype(inputs["indices"].dtype)[inputs["indices"].astype(np.int64)][:, among]
+        inputs["teacher"] = inputs["teacher"][:, among]
+    else:
+        inputs["teacher"] = np.take(inputs["teacher"], order, -1)
+    changed = Case(case.name, inputs, case.options)
+    yield Change(changed, _all(lambda r: np.take(r, order, -1)) if backward else _same)
+
+
+def _class_batch(case: Case) -> Iterator[Change]:
+    """The first and the last rows alone, where every row has a result of its own."""
+    if case.options["reduction"] != "none":
+        return
+    half = case.inputs["student"].shape[0] // 2
+    for part in (slice(half), slice(half, None), slice(1)):
+
+        def cut(a: Array, part: slice = part) -> Array:
+            return a[part]
+
+        yield Change(_each(case, cut), _all(cut))
+
+
+def _row_batch(case: Case) -> Iterator[Change]:
+    """The first and the last rows alone; noise goes on where it was."""
+    axis = int(case.options.get("axis", -1))
+    *_, like = case.inputs.values()
+    if axis % like.ndim == 0:
+        return
+    half = like.shape[0] // 2
+    for start, stop in ((0, half), (half, like.shape[0])):
+
+        def cut(a: Array, start: int = start, stop: int = stop) -> Array:
+            return a[start:stop]
+
+        skipped = {"offset": case.options["offset"] + start * like[0].size} if "offset" in case.options else {}
+        yield Change(_each(case, cut, **skipped), _all(cut))
+
+
+def _layout(case: Case) -> Iterator[Change]:
+    """The same values in Fortran order and in reversed memory."""
+
+    def backwards(a: Array) -> Array:
+        step: Any = (..., *(slice(None, None, -1),) * a.ndim)
+        return np.array(a[step], order="C")[step]
+
+    def transposed(a: Array) -> Array:
+        return np.array(a, order="F")
+
+    for change in (transposed, backwards):
+        yield Change(_each(case, change))
+
+
+def _padding(fill: float, case: Case) -> Iterator[Change]:
+    """Rows made longer with what is not in the support."""
+    if int(case.options.get("axis", -1)) != -1:
+        return
+    *_, like = case.inputs.values()
+
+    def pad(a: Array) -> Array:
+        return np.concatenate([a, np.full((a.shape[0], 37), fill, a.dtype)], axis=-1)
+
+    yield Change(_each(case, pad), seen=_all(lambda r: r[:, : like.shape[-1]]))
+
+
+def _suite(
+    plan: Any, type_: Any, module: Any, operation: str, describe: Any, cases: Any, changes: dict[str, Any]
+) -> Suite:
+    return Suite(
+        plan=plan,
+        descriptor=functools.partial(describe, type_) if type_ is not None else describe,
+        reference=getattr(module, operation),
+        oracle=getattr(module, f"oracle_{operation}"),
+        cases=cases,
+        changes=changes,
+    )
+
+
+_KL = {"order": _kl_order, "layout": _layout}
+_CLASSES = {"order": _class_order, "batch": _class_batch, "layout": _layout}
+_ROWS = {"order": _row_order, "batch": _row_batch, "layout": _layout, "padding": functools.partial(_padding, 0.0)}
+_d, _s, _dr = divergence, simplex, divergence_reference
+
+SUITES: dict[str, Suite] = {
+    "kl_div": _suite(
+        _d.KlDivPlan, _d.KlDivDescriptor, _dr, "kl_div", _kl_descriptor, functools.partial(_kl_cases, False), _KL
+    ),
+    "kl_div_backward": _suite(
+        _d.KlDivBackwardPlan,
+        _d.KlDivBackwardDescriptor,
+        _dr,
+        "kl_div_backward",
+        _kl_descriptor,
+        functools.partial(_kl_cases, True),
+        {"layout": _layout},
+    ),
+    "distillation_loss": _suite(
+        _d.DistillationLossPlan,
+        _d.DistillationLossDescriptor,
+        _dr,
+        "distillation_loss",
+        _distillation_descriptor,
+        functools.partial(_distillation_cases, False),
+        _CLASSES,
+    ),
+    "distillation_loss_backward": _suite(
+        _d.DistillationLossBackwardPlan,
+        _d.DistillationLossBackwardDescriptor,
+        _dr,
+        "distillation_loss_backward",
+        _distillation_descriptor,
+        functools.partial(_distillation_cases, True),
+        _CLASSES,
+    ),
+    "gumbel_softmax": _suite(
+        _s.GumbelSoftmaxPlan,
+        None,
+        gumbel_reference,
+        "gumbel_softmax",
+        _gumbel_descriptor,
+        _gumbel_cases,
+        {"batch": _row_batch, "layout": _layout},
+    ),
+    "gumbel_softmax_backward": _suite(
+        _s.GumbelSoftmaxBackwardPlan,
+        _s.GumbelSoftmaxBackwardDescriptor,
+        gumbel_reference,
+        "gumbel_softmax_backward",
+        _axis_descriptor,
+        _gumbel_backward_cases,
+        _ROWS,
+    ),
+    "sparsemax": _suite(
+        _s.SparsemaxPlan,
+        _s.SparsemaxDescriptor,
+        sparsemax_reference,
+        "sparsemax",
+        _axis_descriptor,
+        _sparsemax_cases,
+        _ROWS | {"padding": functools.partial(_padding, -np.inf)},
+    ),
+    "sparsemax_backward": _suite(
+        _s.SparsemaxBackwardPlan,
+        _s.SparsemaxBackwardDescriptor,
+        sparsemax_reference,
+        "sparsemax_backward",
+        _axis_descriptor,
+        _sparsemax_backward_cases,
+        _ROWS,
+    ),
+}
