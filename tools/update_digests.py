@@ -37,8 +37,8 @@ def main() -> int:
                 raise SystemExit(f"{operation} {dtype}: two cases share a name")
             digests["inputs"].setdefault(operation, {})[dtype] = check.inputs_digest(given)
             digests["results"].setdefault(operation, {})[dtype] = results
-    weights = training.train(training.load_data(), training.EPOCHS, training.SEED).weights
-    digests["demo"] = {"epochs": training.EPOCHS, "seed": training.SEED, "weights": training.digest(weights)}
+    run = training.train(training.load_data(), training.EPOCHS, training.SEED)
+    digests["demo"] = {"epochs": training.EPOCHS, "seed": training.SEED, "weights": training.digest(run)}
     status, differs = 0, False
     for entry in registry.kernels():
         if entry.operation in SUITES and entry.device in check.DEVICES:

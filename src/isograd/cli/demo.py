@@ -1,4 +1,4 @@
-"""`isograd demo`: trains a small classifier on real data, to the same bits as on every other machine."""
+"""`isograd demo`: trains a mixture of experts on real data, to the same bits as on every other machine."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from isograd.cli import training
+from isograd.cli import models, training
 from isograd.cli.check import published
 from isograd.cli.progress import Activity, MissingPackageError, message_console, optional, output_console
 from isograd.cli.verify import ISSUES
@@ -20,34 +22,43 @@ TARGET = 0.96  # what a right run reaches on held-out images
 
 
 def demo(
-    output: Annotated[Path, typer.Option(help="Folder for the plot of the training curve.")] = Path(),
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = training.EPOCHS,
+    output: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path(),
+    epochs: Annotated[
+        int, typer.Option(min=1, help="Passes over the training images, of each model.")
+    ] = training.EPOCHS,
     seed: Annotated[int, typer.Option(min=0, help="Seed of initial weights and shuffling.")] = training.SEED,
     as_json: Annotated[bool, typer.Option("--json", help="Print a machine-readable report.")] = False,
 ) -> None:
-    """Train a two-layer classifier of handwritten digits and compare the final weights with the published ones.
+    """Train a mixture of experts on handwritten digits and compare the final weights with the published ones.
 
-    The exit status is 0 if the SHA-256 of the weights is the published one, and 1 if it differs. Another number of
-    epochs or another seed has no published one.
+    A teacher of two layers learns the digits first, then the mixture learns from the teacher's scores. The exit status
+    is 0 if the SHA-256 of all weights is the published one, and 1 if it differs. Another number of epochs or another
+    seed has no published one.
     """
     console, messages = output_console(), message_console()
     data = training.load_data()
     if not as_json:
         console.print(
-            f"Training on {len(data.train_x)} images of handwritten digits, {len(data.test_x)} held out: "
-            f"64 -> {training.HIDDEN} -> {training.CLASSES}, cross entropy, Adam, {epochs} epochs, seed {seed}."
+            f"Training on {len(data.train_x)} images of handwritten digits, {len(data.test_x)} held out; {epochs} "
+            f"epochs each, Adam, seed {seed}.\n"
+            f"Teacher: 64 -> {models.TEACHER_HIDDEN} -> {models.CLASSES}, cross entropy.\n"
+            f"Student: {models.EXPERTS} experts 64 -> {models.EXPERT_HIDDEN} -> {models.CLASSES}, {models.CHOSEN} for "
+            "each image, distillation."
         )
     began = time.perf_counter()
-    with Activity(messages, "Training", epochs) as activity:
+    with Activity(messages, "Training", 2 * epochs) as activity:
         activity.step("", advance=0)
 
         def show(run: training.Run) -> None:
-            activity.step(f"loss {run.losses[-1]:.4f}, held-out accuracy {run.accuracies[-1]:.1%}")
+            if run.losses:
+                activity.step(f"student: loss {run.losses[-1]:.4f}, held-out accuracy {run.accuracies[-1]:.1%}")
+            else:
+                activity.step(f"teacher: loss {run.teacher_losses[-1]:.4f}, accuracy {run.teacher_accuracy:.1%}")
 
         run = training.train(data, epochs, seed, show)
     seconds = time.perf_counter() - began
-    plot = _plot(run, output, messages)
-    digest, expected = training.digest(run.weights), _published(epochs, seed)
+    plot = _plot(run, training.service(run, data), output, messages)
+    digest, expected = training.digest(run), _published(epochs, seed)
     if as_json:
         typer.echo(json.dumps(_as_dict(run, epochs, seed, seconds, digest, expected, plot), indent=2))
     else:
@@ -68,6 +79,8 @@ def _as_dict(
         "epochs": epochs,
         "seed": seed,
         "seconds": round(seconds, 2),
+        "teacher_losses": run.teacher_losses,
+        "teacher_held_out_accuracy": run.teacher_accuracy,
         "losses": run.losses,
         "held_out_accuracies": run.accuracies,
         "sha256": digest,
@@ -80,7 +93,7 @@ def _as_dict(
 def _show(
     console: Console, run: training.Run, seconds: float, digest: str, expected: str | None, plot: Path | None
 ) -> None:
-    table = Table(title="Training", title_justify="left")
+    table = Table(title="The student's training", title_justify="left")
     for name in ("Epoch", "Loss", "Held-out accuracy"):
         table.add_column(name, justify="right")
     count = len(run.losses)
@@ -89,9 +102,12 @@ def _show(
     for epoch in range(count, 0, -step)[::-1]:
         table.add_row(str(epoch), f"{run.losses[epoch - 1]:.4f}", f"{run.accuracies[epoch - 1]:.2%}")
     console.print(table)
-    console.print(f"Trained in {seconds:.1f} s; held-out accuracy {run.accuracies[-1]:.2%}.")
+    console.print(
+        f"Trained in {seconds:.1f} s; held-out accuracy {run.accuracies[-1]:.2%}, the teacher's "
+        f"{run.teacher_accuracy:.2%}."
+    )
     if plot is not None:
-        console.print(f"Training curve: {plot}", soft_wrap=True)
+        console.print(f"Training curve, and which expert serves which digit: {plot}", soft_wrap=True)
     console.print(f"\nSHA-256 of the final weights: {digest}", soft_wrap=True)
     if expected is None:
         console.print(
@@ -109,31 +125,54 @@ def _show(
         )
 
 
-def _plot(run: training.Run, folder: Path, messages: Console) -> Path | None:
+def _plot(run: training.Run, service: NDArray[np.float64], folder: Path, messages: Console) -> Path | None:
     try:
-        pyplot = optional("matplotlib.pyplot", "matplotlib", "demo", "The plot of the training curve")
+        pyplot = optional("matplotlib.pyplot", "matplotlib", "demo", "The picture")
     except MissingPackageError as error:
         messages.print(f"{error}", markup=False)
         return None
     pyplot.switch_backend("agg")
-    epochs = range(1, len(run.losses) + 1)
-    figure, left = pyplot.subplots(figsize=(8, 4.8), dpi=150, layout="constrained")
-    right = left.twinx()
-    (loss,) = left.plot(epochs, run.losses, color="#c44e52", linewidth=2, label="training loss")
-    percent = [100 * a for a in run.accuracies]
-    (share,) = right.plot(epochs, percent, color="#4c72b0", linewidth=2, label="held-out accuracy")
-    goal = right.axhline(100 * TARGET, color="#4c72b0", linewidth=1, linestyle=":", label=f"{TARGET:.0%}")
-    left.set_yscale("log")
-    left.set_xlabel("epoch")
-    left.set_ylabel("mean cross entropy (log scale)", color=loss.get_color())
-    right.set_ylabel(f"accuracy on {training.HELD_OUT} held-out images (%)", color=share.get_color())
-    right.set_ylim(min(90.0, *percent) - 1, 100)
-    left.set_xlim(1, max(len(run.losses), 2))
-    left.grid(alpha=0.25)
-    left.set_title(f"isograd demo: handwritten digits, {percent[-1]:.2f} % after {len(percent)} epochs")
-    left.legend(handles=[loss, share, goal], loc="center right", frameon=True)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8), dpi=150, layout="constrained")
+    _draw_curve(left, run)
+    _draw_service(figure, right, service)
+    figure.suptitle(
+        f"isograd demo: a mixture of {models.EXPERTS} experts on handwritten digits, {run.accuracies[-1]:.2%} held out"
+    )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "isograd-demo.png"
     figure.savefig(path)
     pyplot.close(figure)
     return path
+
+
+def _draw_curve(left: Any, run: training.Run) -> None:
+    epochs = range(1, len(run.losses) + 1)
+    right = left.twinx()
+    (loss,) = left.plot(epochs, run.losses, color="#c44e52", linewidth=2, label="training loss")
+    percent = [100 * a for a in run.accuracies]
+    (share,) = right.plot(epochs, percent, color="#4c72b0", linewidth=2, label="held-out accuracy")
+    teacher = right.axhline(100 * run.teacher_accuracy, color="#55a868", linewidth=1, linestyle="--", label="teacher")
+    goal = right.axhline(100 * TARGET, color="#4c72b0", linewidth=1, linestyle=":", label=f"{TARGET:.0%}")
+    left.set_yscale("log")
+    left.set_xlabel("epoch of the student")
+    left.set_ylabel("distillation and balance loss (log scale)", color=loss.get_color())
+    right.set_ylabel(f"accuracy on {training.HELD_OUT} held-out images (%)", color=share.get_color())
+    right.set_ylim(min(90.0, *percent) - 1, 100)
+    left.set_xlim(1, max(len(run.losses), 2))
+    left.grid(alpha=0.25)
+    left.legend(handles=[loss, share, teacher, goal], loc="center right", frameon=True)
+
+
+def _draw_service(figure: Any, axes: Any, service: NDArray[np.float64]) -> None:
+    image = axes.imshow(100 * service.T, cmap="Blues", vmin=0, vmax=100, aspect="auto")
+    for digit, expert in np.ndindex(service.shape):
+        share = service[digit, expert]
+        if share >= 0.05:
+            colour = "white" if share > 0.6 else "black"
+            axes.text(digit, expert, f"{share:.0%}", ha="center", va="center", color=colour, fontsize=8)
+    axes.set_xticks(range(models.CLASSES))
+    axes.set_yticks(range(models.EXPERTS))
+    axes.set_xlabel("digit on the held-out image")
+    axes.set_ylabel("expert")
+    axes.set_title("First choice of the router")
+    figure.colorbar(image, ax=axes, label="share of the digit's images (%)")

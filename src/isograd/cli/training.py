@@ -1,14 +1,13 @@
-"""The model of `isograd demo`: handwritten digits, two layers, cross entropy, Adam; the same bits on every machine.
+"""The training of `isograd demo`: handwritten digits and Adam; the same bits on every machine.
 
-Matrix products, log_softmax and sums are the tape's, which have the same bits everywhere. Everything else here uses
+What the models compute (`models.py`) is the tape's, which has the same bits everywhere. Everything else here uses
 + - * / and square roots of NumPy, which IEEE 754 defines to the last bit, and random numbers of the library's own.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,26 +15,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from isograd.cli import models
+from isograd.cli.models import Floats, Weights
 from isograd.cli.progress import optional
 from isograd.fenv import default_environment
 from isograd.numerics import random
-from isograd.numerics.matmul import matmul as product
-from isograd.tape import Tape, Variable, log_softmax, matmul, relu
-
-Floats = NDArray[np.float32]
-Weights = dict[str, Floats]
 
 EPOCHS = 40
 SEED = 0
-HIDDEN = 128
-CLASSES = 10
 BATCH = 64
 HELD_OUT = 360
 RATE = 2e-3
 BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-8
 
-# Streams of the random generator; shuffling takes one an epoch, from _SHUFFLE on. The split is the same for any seed.
-_SPLIT, _W1, _W2, _SHUFFLE = 0, 1, 2, 3
+# Streams of the random generator, beside those of the models; shuffling takes one an epoch, from _SHUFFLE on. The split
+# is the same for any seed.
+_SPLIT, _SHUFFLE = 0, 16
 
 
 @dataclass(frozen=True)
@@ -50,11 +45,20 @@ class Data:
 
 @dataclass
 class Run:
-    """A training run: the final weights, and after each epoch the mean loss and the accuracy on held-out images."""
+    """A training run: the weights of both models, and what was measured on the way.
 
-    weights: Weights
+    teacher_losses, losses: the mean loss of each epoch of the teacher and of the student. teacher_accuracy: of the
+    teacher on held-out images after its last epoch. accuracies: the student's after each epoch. experts: those that
+    the student asked for each held-out image, the first choice first.
+    """
+
+    teacher: Weights
+    student: Weights
+    teacher_losses: list[float] = field(default_factory=list)
+    teacher_accuracy: float = 0.0
     losses: list[float] = field(default_factory=list)
     accuracies: list[float] = field(default_factory=list)
+    experts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, models.CHOSEN), np.int64))
 
 
 def load_data() -> Data:
@@ -66,41 +70,6 @@ def load_data() -> Data:
     order = random.permutation(len(x), seed=SEED, stream=_SPLIT)
     train, test = order[HELD_OUT:], order[:HELD_OUT]
     return Data(x[train], y[train], x[test], y[test])
-
-
-def initial_weights(inputs: int, seed: int) -> Weights:
-    """He's initialisation: normal weights of variance 2 / inputs, biases of zero."""
-
-    def layer(rows: int, columns: int, stream: int) -> Floats:
-        scale = np.float32(math.sqrt(2.0 / rows))
-        return np.asarray(random.normal((rows, columns), seed=seed, stream=stream) * scale)
-
-    return {
-        "w1": layer(inputs, HIDDEN, _W1),
-        "b1": np.zeros(HIDDEN, np.float32),
-        "w2": layer(HIDDEN, CLASSES, _W2),
-        "b2": np.zeros(CLASSES, np.float32),
-    }
-
-
-def loss_and_gradients(weights: Weights, x: Floats, labels: NDArray[np.int64]) -> tuple[float, Weights]:
-    """The mean cross entropy of a batch, and its gradient for every weight."""
-    tape = Tape()
-    w: dict[str, Variable] = {name: tape.leaf(value) for name, value in weights.items()}
-    hidden = relu(matmul(x, w["w1"]) + w["b1"])
-    scores = matmul(hidden, w["w2"]) + w["b2"]
-    target = np.zeros((len(x), CLASSES), np.float32)
-    target[np.arange(len(x)), labels] = 1
-    loss = -(log_softmax(scores, axis=-1) * target).sum(axis=-1).mean()
-    gradients = tape.backward(loss)
-    return loss.item(), {name: gradients[leaf] for name, leaf in w.items()}
-
-
-def accuracy(weights: Weights, x: Floats, labels: NDArray[np.int64]) -> float:
-    """The share of images whose digit has the highest score."""
-    hidden = np.maximum(product(x, weights["w1"]) + weights["b1"], 0)
-    scores = product(hidden, weights["w2"]) + weights["b2"]
-    return float(np.mean(scores.argmax(axis=-1) == labels))
 
 
 class Adam:
@@ -134,27 +103,59 @@ def _one_blas_thread() -> AbstractContextManager[Any]:
     return limits
 
 
-def train(data: Data, epochs: int, seed: int, after_epoch: Callable[[Run], Any] = lambda _: None) -> Run:
-    """Train for some epochs; `after_epoch` sees the run as it grows."""
-    weights = initial_weights(data.train_x.shape[1], seed)
+def _fit(
+    weights: Weights,
+    loss: Callable[[Weights, Floats, Any], tuple[float, Weights]],
+    x: Floats,
+    targets: NDArray[Any],
+    orders: Iterator[NDArray[np.int64]],
+) -> Iterator[float]:
+    """Train in place; yields the mean loss after each epoch, which takes the rows in the next of the orders."""
     adam = Adam(weights)
-    run = Run(weights)
-    count = len(data.train_x)
+    for order in orders:
+        total = 0.0
+        for start in range(0, len(x), BATCH):
+            chosen = order[start : start + BATCH]
+            value, gradients = loss(weights, x[chosen], targets[chosen])
+            adam.step(weights, gradients)
+            total += value * len(chosen)
+        yield total / len(x)
+
+
+def _accuracy(scores: Floats, labels: NDArray[np.int64]) -> float:
+    return float(np.mean(scores.argmax(axis=-1) == labels))
+
+
+def train(data: Data, epochs: int, seed: int, after_epoch: Callable[[Run], Any] = lambda _: None) -> Run:
+    """Train the teacher, then the student on its scores, some epochs each; `after_epoch` sees the run as it grows."""
+    inputs = data.train_x.shape[1]
+    run = Run(models.teacher_weights(inputs, seed), models.student_weights(inputs, seed))
+
+    def orders(first: int) -> Iterator[NDArray[np.int64]]:
+        return (random.permutation(len(data.train_x), seed=seed, stream=first + epoch) for epoch in range(epochs))
+
     with default_environment(), _one_blas_thread():
-        for epoch in range(epochs):
-            order = random.permutation(count, seed=seed, stream=_SHUFFLE + epoch)
-            total = 0.0
-            for start in range(0, count, BATCH):
-                chosen = order[start : start + BATCH]
-                loss, gradients = loss_and_gradients(weights, data.train_x[chosen], data.train_y[chosen])
-                adam.step(weights, gradients)
-                total += loss * len(chosen)
-            run.losses.append(total / count)
-            run.accuracies.append(accuracy(weights, data.test_x, data.test_y))
+        for loss in _fit(run.teacher, models.teacher_loss, data.train_x, data.train_y, orders(_SHUFFLE)):
+            run.teacher_losses.append(loss)
+            run.teacher_accuracy = _accuracy(models.teacher_scores(run.teacher, data.test_x), data.test_y)
+            after_epoch(run)
+        scores = models.teacher_scores(run.teacher, data.train_x)
+        for loss in _fit(run.student, models.student_loss, data.train_x, scores, orders(_SHUFFLE + epochs)):
+            run.losses.append(loss)
+            own, run.experts = models.student_scores(run.student, data.test_x)
+            run.accuracies.append(_accuracy(own, data.test_y))
             after_epoch(run)
     return run
 
 
-def digest(weights: Weights) -> str:
-    """SHA-256 of all weights, little-endian, in the order of their names."""
-    return hashlib.sha256(b"".join(weights[name].astype("<f4").tobytes() for name in sorted(weights))).hexdigest()
+def digest(run: Run) -> str:
+    """SHA-256 of all weights, little-endian, the teacher's first, each model's in the order of their names."""
+    parts = [w[name].astype("<f4").tobytes() for w in (run.teacher, run.student) for name in sorted(w)]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def service(run: Run, data: Data) -> NDArray[np.float64]:
+    """For every digit, the share of its held-out images that each expert is the first choice for."""
+    counts = np.zeros((models.CLASSES, models.EXPERTS))
+    np.add.at(counts, (data.test_y, run.experts[:, 0]), 1)
+    return counts / counts.sum(axis=1, keepdims=True)
