@@ -140,8 +140,13 @@ def make_tensors(problem: Problem) -> list[torch.Tensor]:
 
 
 # --- timing ----------------------------------------------------------------------------------------------------------
-def medians(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median milliseconds by name; every round runs all of them, each time from another one on."""
+def medians(
+    functions: dict[str, Callable[[], Any]], rounds: int, before: Callable[[], Any] = lambda: None
+) -> dict[str, float]:
+    """Median milliseconds by name; every round runs all of them, each time from another one on.
+
+    `before` runs before each, outside the time that counts.
+    """
     names = list(functions)
     for name in names:
         functions[name]()
@@ -150,6 +155,7 @@ def medians(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, f
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            before()
             start.record()
             functions[name]()
             end.record()
