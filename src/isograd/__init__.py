@@ -17,7 +17,10 @@ with default_environment():
         UnsupportedError,
         WorkspaceTooSmallError,
     )
-    from isograd.faults import check, debug
+    from isograd.faults import (
+        check,
+        debug,
+    )
     from isograd.gather.api import (
         embedding,
         embedding_backward,
@@ -39,7 +42,11 @@ with default_environment():
         TakeAlongAxisPlan,
     )
     from isograd.losses.accumulator import LossAccumulator
-    from isograd.losses.api import cross_entropy, cross_entropy_backward, linear_cross_entropy
+    from isograd.losses.api import (
+        cross_entropy,
+        cross_entropy_backward,
+        linear_cross_entropy,
+    )
     from isograd.losses.cross_entropy_plans import (
         CrossEntropyBackwardDescriptor,
         CrossEntropyBackwardPlan,
@@ -86,9 +93,21 @@ with default_environment():
         SparsemaxDescriptor,
         SparsemaxPlan,
     )
-    from isograd.parallel import get_num_threads, set_num_threads
-    from isograd.plan import ErrorBound, Kernel, KernelSku, PrecisionGuarantee
-    from isograd.registry import kernels, register_kernel, unregister_kernel
+    from isograd.parallel import (
+        get_num_threads,
+        set_num_threads,
+    )
+    from isograd.plan import (
+        ErrorBound,
+        Kernel,
+        KernelSku,
+        PrecisionGuarantee,
+    )
+    from isograd.registry import (
+        kernels,
+        register_kernel,
+        unregister_kernel,
+    )
     from isograd.router.api import (
         expert_counts,
         expert_permutation,
@@ -140,9 +159,22 @@ with default_environment():
         RouterZLossPlan,
         TopKPlan,
     )
-    from isograd.softmax.api import log_softmax, log_softmax_backward, softmax, softmax_backward
-    from isograd.softmax.plans import SoftmaxBackwardDescriptor, SoftmaxBackwardPlan, SoftmaxDescriptor, SoftmaxPlan
-    from isograd.tape import Tape, Variable
+    from isograd.softmax.api import (
+        log_softmax,
+        log_softmax_backward,
+        softmax,
+        softmax_backward,
+    )
+    from isograd.softmax.plans import (
+        SoftmaxBackwardDescriptor,
+        SoftmaxBackwardPlan,
+        SoftmaxDescriptor,
+        SoftmaxPlan,
+    )
+    from isograd.tape import (
+        Tape,
+        Variable,
+    )
 
 __version__ = "0.1.0"
 
@@ -234,12 +266,12 @@ __all__ = [
     "UnsupportedError",
     "Variable",
     "WorkspaceTooSmallError",
+    "check",
     "cross_entropy",
     "cross_entropy_backward",
+    "debug",
     "distillation_loss",
     "distillation_loss_backward",
-    "check",
-    "debug",
     "embedding",
     "embedding_backward",
     "expert_counts",

@@ -77,7 +77,12 @@ def separated() -> Iterator[tuple[str, bool]]:
     choose = triton_kernels._choose
     for dtype in ("bfloat16", "float16", "float32"):
         for seed, (n, k, options) in enumerate(
-            [(128, 8, {}), (200, 1, {"renormalize": True}), (256, 8, {"renormalize": True, "scale": 2.5}), (300, 31, {})]
+            [
+                (128, 8, {}),
+                (200, 1, {"renormalize": True}),
+                (256, 8, {"renormalize": True, "scale": 2.5}),
+                (300, 31, {}),
+            ]
         ):
             rng = np.random.default_rng(seed)
             x = 3 * rng.standard_normal((9, n))
@@ -128,9 +133,7 @@ def blocks() -> Iterator[tuple[str, bool]]:
             case = Case("", {"expert_out": rows, "weights": weights, "order": order})
             yield f"combine {dtype} {flavour}", agree("moe_combine", case, dtype)
             wide = problems.values(rng, flavour, (2, 5000), dtype)
-            case = Case(
-                "", {"dy": wide[:1], "expert_out": wide, "weights": weights[:1, :2], "order": np.array([1, 0])}
-            )
+            case = Case("", {"dy": wide[:1], "expert_out": wide, "weights": weights[:1, :2], "order": np.array([1, 0])})
             yield f"combine_backward {dtype} {flavour}", agree("moe_combine_backward", case, dtype)
             for operation in ("renormalize", "router_z_loss"):
                 name = "w" if operation == "renormalize" else "logits"
@@ -184,9 +187,7 @@ def faults() -> Iterator[tuple[str, bool]]:
     expected[2] = np.nan
     yield what, right and np.array_equal(y, expected, equal_nan=True)
     # Entry 4 of token 2 is missing.
-    what, right, (y,) = fault(
-        "moe_combine", Case("", {"expert_out": rows, "weights": work, "order": order}), said
-    )
+    what, right, (y,) = fault("moe_combine", Case("", {"expert_out": rows, "weights": work, "order": order}), said)
     yield what, right and np.isnan(y).any(axis=1).tolist() == [False, False, True, False]
     inputs = {"dy": rows[:4], "expert_out": rows, "weights": work, "order": order}
     what, right, (dx, dw) = fault("moe_combine_backward", Case("", inputs), said)

@@ -18,6 +18,7 @@ from isograd.numerics import triton_sum as sums
 from isograd.numerics import triton_terms as terms
 from isograd.numerics.triton_memory import as_bits, in_range, nan_bits, outer_offset, place, report, wide_int
 
+
 @triton.jit
 def take(
     x_ptr,

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd.arrays import to_numpy
-
 from isograd.errors import InvalidProblemError
 from isograd.losses.cross_entropy import Options
 from isograd.losses.linear_cross_entropy import LinearOptions

@@ -3,21 +3,17 @@
 A family has its suites in the file of its name; verify finds the kernels in the registry.
 """
 
-from isograd.cli.suites import gather, router, softmax
+from isograd.cli.suites import cross_entropy, divergences, gather, router, softmax
 from isograd.cli.suites.common import Case, Suite
 from isograd.fenv import default_environment
 
-SUITES: dict[str, Suite] = {**softmax.SUITES, **gather.SUITES, **router.SUITES}
-from isograd.cli.suites import cross_entropy, softmax
-from isograd.cli.suites.common import Case, Suite
-from isograd.fenv import default_environment
-
-SUITES: dict[str, Suite] = {**softmax.SUITES, **cross_entropy.SUITES}
-from isograd.cli.suites import losses_more, softmax
-from isograd.cli.suites.common import Case, Suite
-from isograd.fenv import default_environment
-
-SUITES: dict[str, Suite] = {**softmax.SUITES, **losses_more.SUITES}
+SUITES: dict[str, Suite] = {
+    **softmax.SUITES,
+    **gather.SUITES,
+    **router.SUITES,
+    **cross_entropy.SUITES,
+    **divergences.SUITES,
+}
 
 
 def cases(operation: str, dtype: str) -> list[Case]:
