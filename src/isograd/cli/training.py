@@ -158,4 +158,4 @@ def service(run: Run, data: Data) -> NDArray[np.float64]:
     """For every digit, the share of its held-out images that each expert is the first choice for."""
     counts = np.zeros((models.CLASSES, models.EXPERTS))
     np.add.at(counts, (data.test_y, run.experts[:, 0]), 1)
-    return counts / counts.sum(axis=1, keepdims=True)
+    return np.asarray(counts / counts.sum(axis=1, keepdims=True))

@@ -15,7 +15,7 @@ from isograd.losses import triton_cross_entropy as kernels
 from isograd.losses.cross_entropy_plans import _CrossEntropy, scalars
 from isograd.numerics.constants import SHORT_ROW
 from isograd.reduction import cuda as reduction
-from isograd.softmax.triton_launch import Configuration, _forward_configuration, _resident, configuration
+from isograd.softmax.triton_launch import Configuration, _resident, clustered, configuration
 from isograd.triton_launcher import Rows, Specification, architecture, c_strides, launch, rows
 
 _INT32_ROW = 1 << 17
@@ -198,9 +198,8 @@ def staged(problem: _Problem, arch: int, addresses: Sequence[int]) -> _Staged | 
     if {layout.axis_strides[0], layout.axis_strides[-1]} != {1} or any(s % 16 for s in steps):
         return None
     strides = (logits, target, dlosses, losses, dlogits)
-    config = _forward_configuration(block, itemsize)
-    if config.variant != "staged":
-        config = config._replace(variant="staged")
+    warps = 16 if 16384 < block * itemsize <= 65536 else 4
+    config = clustered("staged", block, itemsize, 128, warps, 128)
     return _Staged(layout.inner, problem.n, problem.ignore_index, strides, problem.weighted, problem.z, config)
 
 

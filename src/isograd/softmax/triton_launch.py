@@ -110,7 +110,7 @@ def _tile_configuration(n: int, itemsize: int, op: str, arch: int, inner: int) -
     return Configuration("tile", block, rows, warps, group, min(vector, group), native=native)
 
 
-def _clustered(
+def clustered(
     variant: str, block: int, itemsize: int, bytes_per_thread: int, warps: int, registers: int
 ) -> Configuration:
     """As many blocks of `warps` warps as hold the row; blocks grow where a cluster of 8 does not."""
@@ -126,14 +126,14 @@ def _forward_configuration(block: int, itemsize: int, op: str) -> Configuration:
     size = block * itemsize
     if size <= 16384:
         if op == "softmax":
-            return _clustered("cluster", block, itemsize, 64, 8, 64)
-        return _clustered("cluster", block, itemsize, 128, 4, 128)
+            return clustered("cluster", block, itemsize, 64, 8, 64)
+        return clustered("cluster", block, itemsize, 128, 4, 128)
     if itemsize == 2 and block == 16384:
-        return _clustered("staged", block, itemsize, 64, 16, 64)
+        return clustered("staged", block, itemsize, 64, 16, 64)
     if op == "softmax" and (itemsize == 2 or block == 65536) and 65536 <= size <= 262144:
-        return _clustered("piped", block, itemsize, 128, 16 if size <= 131072 else 8, 128)
+        return clustered("piped", block, itemsize, 128, 16 if size <= 131072 else 8, 128)
     one = size <= 65536 and not (op == "log_softmax" and itemsize == 4 and block == 16384)
-    return _clustered("staged", block, itemsize, 128, 16 if one else 8 if size <= 65536 else 4, 128)
+    return clustered("staged", block, itemsize, 128, 16 if one else 8 if size <= 65536 else 4, 128)
 
 
 def _backward_configuration(block: int, itemsize: int, op: str) -> Configuration:
@@ -143,15 +143,15 @@ def _backward_configuration(block: int, itemsize: int, op: str) -> Configuration
     """
     if itemsize == 2:
         if op == "log_softmax_backward" and block >= 16384:
-            return _clustered("staged", block, itemsize, 128, 8 if block <= 32768 else 16, 128)
+            return clustered("staged", block, itemsize, 128, 8 if block <= 32768 else 16, 128)
         if block <= 65536 and (op == "softmax_backward" or block <= 4096):
-            return _clustered("cluster", block, itemsize, 64, 8 if block in (8192, 16384) else 4, 80)
-        return _clustered("cluster", block, itemsize, 128, 4, 128)
+            return clustered("cluster", block, itemsize, 64, 8 if block in (8192, 16384) else 4, 80)
+        return clustered("cluster", block, itemsize, 128, 4, 128)
     if op == "log_softmax_backward":
         if block >= 65536:
-            return _clustered("staged", block, itemsize, 128, 16, 128)
-        return _clustered("cluster", block, itemsize, 128, 16 if block == 16384 else 4, 128)
-    return _clustered("cluster", block, itemsize, 128, 8 if block <= 16384 else 16, 128)
+            return clustered("staged", block, itemsize, 128, 16, 128)
+        return clustered("cluster", block, itemsize, 128, 16 if block == 16384 else 4, 128)
+    return clustered("cluster", block, itemsize, 128, 8 if block <= 16384 else 16, 128)
 
 
 def _strided_configuration(n: int, itemsize: int, op: str, inner: int, arch: int, aligned: bool) -> Configuration:

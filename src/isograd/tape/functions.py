@@ -118,8 +118,14 @@ def distillation_loss(
     """The divergence of a teacher, an array or a variable that gets no gradient, from a student."""
     # Copies, as constants are elsewhere: the caller may overwrite the originals before the gradient is computed.
     constants = [None if a is None else np.array(getattr(a, "value", a)) for a in (teacher, indices)]
-    options = {"teacher": constants[0], "indices": constants[1], "temperature": temperature, "reduction": reduction}
-    return apply(rules.distillation_loss, student, **options)
+    return apply(
+        rules.distillation_loss,
+        student,
+        teacher=constants[0],
+        temperature=temperature,
+        indices=constants[1],
+        reduction=reduction,
+    )
 
 
 def gumbel_softmax(

@@ -245,7 +245,7 @@ def _layout(case: Case) -> Iterator[Change]:
 
     def backwards(a: Array) -> Array:
         step: Any = (..., *(slice(None, None, -1),) * a.ndim)
-        return np.array(a[step], order="C")[step]
+        return np.asarray(np.array(a[step], order="C")[step])
 
     def transposed(a: Array) -> Array:
         return np.array(a, order="F")
