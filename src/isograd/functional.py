@@ -123,7 +123,7 @@ def permuted(array: Any, order: tuple[int, ...]) -> Any:
 
 
 def reshaped(operation: str, argument: str, array: Any, shape: tuple[int, ...]) -> Any:
-    """The array in another shape, copied if its strides allow no view; a recording, which may not copy, refuses that."""
+    """The array in another shape, copied if its strides allow no view; a recording may not copy and refuses that."""
     if array.shape == shape:
         return array
     with unguarded():

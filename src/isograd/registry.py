@@ -29,7 +29,7 @@ class Entry(NamedTuple):
 
 
 # A family registers its kernels when its plans module is imported.
-_FAMILIES = ("isograd.softmax.plans", "isograd.softmax.cuda")
+_FAMILIES = ("isograd.softmax.plans", "isograd.softmax.cuda", "isograd.gather.plans")
 _entries: list[Entry] = []
 _lock = threading.Lock()
 _generation = 0

@@ -26,11 +26,8 @@ _LARGEST_64 = 1.7976931348623157e308
 
 def _copy(dtype: str, **inputs: Any) -> Array:
     """Nothing is rounded."""
-    if "weight" in inputs:
-        shape = (*inputs["indices"].shape, *inputs["weight"].shape[1:])
-    else:
-        shape = inputs["indices"].shape
-    return np.zeros(shape)
+    rest = inputs["weight"].shape[1:] if "weight" in inputs else ()
+    return np.zeros((*inputs["indices"].shape, *rest))
 
 
 def _quanta(dtype: str, shape: tuple[int, ...], indices: Array, values: Array, axis: int) -> Array:

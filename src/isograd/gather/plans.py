@@ -1,14 +1,17 @@
 """Descriptors and plans of the gather family, and the registration of its CPU kernels."""
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from isograd.errors import InvalidProblemError
-from isograd.gather import bounds
+from isograd.gather import bounds, cpu
 from isograd.plan import (
+    DTYPES,
     INDEX_DTYPES,
     Descriptor,
+    Kernel,
     KernelSku,
     Operand,
     Plan,
@@ -17,6 +20,7 @@ from isograd.plan import (
     checked_dtype,
     checked_shape,
 )
+from isograd.registry import register_kernel
 
 
 def _checked_lines(operation: str, shape: tuple[int, ...], indices_shape: tuple[int, ...], axis: int) -> None:
@@ -294,3 +298,35 @@ def family_sku(descriptor: _LinesDescriptor | _RowsDescriptor, backend: str, arc
         backend=backend,
         precision_guarantee=family_guarantee(descriptor),
     )
+
+
+class NumbaGather(Kernel):
+    """The family on the CPU, compiled by Numba."""
+
+    name = "numba"
+    backend = "numba"
+
+    def sku(self, descriptor: _LinesDescriptor | _RowsDescriptor) -> KernelSku:
+        """The kernel's identity."""
+        return family_sku(descriptor, self.backend, "cpu")
+
+    def launch(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any, stream: Any) -> None:
+        """Compute on the library's threads; needs no workspace. IndexOutOfRangeError comes before any result."""
+        name, a = descriptor.operation, arguments
+        if name == "take_along_axis":
+            cpu.take_along_axis(name, a["x"], a["indices"], a["v"], descriptor.axis)
+        elif name == "take_along_axis_backward":
+            cpu.scatter(name, a["indices"], a["dv"], None, a["dx"], descriptor.axis, descriptor.unique)
+        elif name == "scatter_sum":
+            cpu.scatter(name, a["indices"], a["values"], a["x"], a["out"], descriptor.axis)
+        elif name == "index_select":
+            cpu.index_select(name, a["weight"], a["indices"], a["y"], descriptor.negative)
+        else:
+            cpu.index_sum(
+                name, a["indices"], a["values"], a.get("x"), a["out"], descriptor.negative, descriptor.skipped
+            )
+
+
+for _operation in OPERATIONS:
+    for _dtype in DTYPES:
+        register_kernel(_operation, "cpu", _dtype, NumbaGather())

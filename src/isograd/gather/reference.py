@@ -3,10 +3,10 @@
 Formulas (rule 8 of `docs/arithmetic.md`); d stands for a destination element, S_d for the order-free sum of rule 4 over
 the sources of d alone, in the work type:
 
-    take_along_axis            v[.., j, ..] = x[.., indices[.., j, ..], ..]                  the stored bits
-    take_along_axis_backward   dx_d  = RN_store(S_d)                                         0 without sources
-    scatter_sum                out_d = RN_store(RN(x_d + S_d))                               the bits of x without sources
-    index_select               y[i.., r..] = weight[indices[i..], r..]                       the stored bits
+    take_along_axis            v[.., j, ..] = x[.., indices[.., j, ..], ..]   the stored bits
+    take_along_axis_backward   dx_d  = RN_store(S_d)                          0 without sources
+    scatter_sum                out_d = RN_store(RN(x_d + S_d))                the bits of x without sources
+    index_select               y[i.., r..] = weight[indices[i..], r..]        the stored bits
     index_sum                  as scatter_sum along axis 0, one index for a whole row of values; without x as the
                                backward; sources whose index is `skipped` are left out
 
