@@ -86,7 +86,7 @@ def check_indices(
     walk = _walk(distinct, (_strides(indices),))
     flag = np.zeros(1, np.uint8)
     parallel.for_ranges(
-        _kernels().check, walk.count, parallel.grain(walk.count, walk.inner), address(indices), _KINDS[indices.dtype],
+        _kernels().check, walk.count, parallel.grain(walk.count, walk.inner), indices.dtype.type(0), address(indices),
         *walk.outer, walk.inner, *walk.steps, least, size, skipped is not None, skipped or 0, address(flag),
     )  # fmt: skip
     if flag[0]:
@@ -108,10 +108,9 @@ def _gather(
     kernels = _kernels()
     walk = _walk(v.shape, (x_strides, i_strides, _strides(v)))
     pieces = -(-walk.inner // kernels.block)
-    shape, xs, is_, vs = walk.outer
     parallel.for_ranges(
         kernels.gather, walk.count * pieces, parallel.grain(walk.count * pieces, min(walk.inner, kernels.block)),
-        _BITS[v.itemsize], address(x), address(indices), _KINDS[indices.dtype], address(v), shape, xs, is_, vs,
+        _BITS[v.itemsize], indices.dtype.type(0), address(x), address(indices), address(v), *walk.outer,
         walk.inner, *walk.steps, size, axis_stride, pieces,
     )  # fmt: skip
 

@@ -5,83 +5,71 @@
 
 import numpy as np
 
-from isograd.gather.numba_steps import (
-    FOLD,
-    SIGNED,
-    WIDE,
-    carry,
-    load_indices,
-    special_code,
-    term,
-    total,
-)
+from isograd.gather.numba_steps import FOLD, carry, load_indices, row_offsets, special_code, term, total
 from isograd.numerics.numba_compile import device_function, kernel
-from isograd.numerics.numba_memory import BLOCK, LANES, load, pointer, row_offset, stack_lanes, store, work_zero
+from isograd.numerics.numba_memory import BLOCK, keep, load, pointer, row_offset, store, work_zero
 from isograd.numerics.numba_ops import magnitude_key
 from isograd.numerics.numba_storage import narrow, widen
 from isograd.numerics.numba_sum import is_finite_key
 
 
 # --- indices ---------------------------------------------------------------------------------------------------------
-@device_function
-def _outside(pointer_, offset, stride, n, least, size, skips, skipped):
-    found = False
-    for i in range(n):
-        v = np.int64(load(pointer_, offset + i * stride))
-        found |= ((v < least) | (v >= size)) & ((v != skipped) | (not skips))
-    return found
-
-
 @kernel
-def check_indices(address, kind, shape, strides, n, stride, least, size, skips, skipped, flag, start, stop):
+def check_indices(like, address, shape, strides, n, stride, least, size, skips, skipped, flag, start, stop):
     """Set the byte at `flag` if a row has an index below `least` or from `size` on, `skipped` excepted."""
+    indices = pointer(address, like)
+    found = False
     for row in range(start, stop):
         offset = row_offset(row, shape, strides)
-        if kind == WIDE:
-            found = _outside(pointer(address, np.int64(0)), offset, stride, n, least, size, skips, skipped)
-        elif kind == SIGNED:
-            found = _outside(pointer(address, np.int32(0)), offset, stride, n, least, size, skips, skipped)
+        if stride == 1 and not skips:
+            for i in range(n):
+                v = np.int64(load(indices, offset + i))
+                found |= (v < least) | (v >= size)
         else:
-            found = _outside(pointer(address, np.uint32(0)), offset, stride, n, least, size, skips, skipped)
-        if found:
-            store(pointer(flag, np.uint8(0)), 0, np.uint8(1))
+            for i in range(n):
+                v = np.int64(load(indices, offset + i * stride))
+                found |= ((v < least) | (v >= size)) & (v != skipped or not skips)
+    if found:
+        store(pointer(flag, np.uint8(0)), 0, np.uint8(1))
 
 
 # --- copies ----------------------------------------------------------------------------------------------------------
+@device_function
+def _from_front(index, size):
+    v = np.int64(index)
+    return v + size if v < 0 else v
+
+
 @kernel
 def gather(
-    like, x_address, indices_address, kind, v_address, shape, x_strides, i_strides, v_strides, n, x_stride, i_stride,
-    v_stride, size, axis_stride, pieces, start, stop,
+    like, index_like, x_address, indices_address, v_address, shape, x_strides, i_strides, v_strides, n, x_stride,
+    i_stride, v_stride, size, axis_stride, pieces, start, stop,
 ):  # fmt: skip
     """Copy x at the indices into v: rows of n elements in pieces of BLOCK; x's strides are 0 along the axis.
 
     `like` is an integer of the elements' size. Where the indices have stride 0, a row has one index.
     """
-    x, v = pointer(x_address, like), pointer(v_address, like)
-    places = stack_lanes(np.int64(0))
+    x, v, indices = pointer(x_address, like), pointer(v_address, like), pointer(indices_address, index_like)
     for item in range(start, stop):
-        row = item // pieces
+        row = item if pieces == 1 else item // pieces
         first = (item - row * pieces) * BLOCK
         last = min(first + BLOCK, n)
-        xo = row_offset(row, shape, x_strides)
-        io = row_offset(row, shape, i_strides)
-        vo = row_offset(row, shape, v_strides)
+        xo, io, vo, _ = row_offsets(row, shape, x_strides, i_strides, v_strides, v_strides)
         if i_stride == 0:
-            load_indices(indices_address, kind, io, 0, 1, size, places, 0)
-            xo += load(places, 0) * axis_stride
+            xo += _from_front(load(indices, io), size) * axis_stride
             if x_stride == 1 and v_stride == 1:
                 for j in range(first, last):
                     store(v, vo + j, load(x, xo + j))
             else:
                 for j in range(first, last):
                     store(v, vo + j * v_stride, load(x, xo + j * x_stride))
-            continue
-        for j in range(first, last, LANES):
-            count = min(last - j, LANES)
-            load_indices(indices_address, kind, io + j * i_stride, i_stride, count, size, places, 0)
-            x_start, v_start = xo + j * x_stride, vo + j * v_stride
-            for i in range(count):
-                store(v, v_start + i * v_stride, load(x, x_start + i * x_stride + load(places, i) * axis_stride))
+        elif i_stride == 1 and v_stride == 1 and axis_stride == 1 and x_stride == 0:
+            for j in range(first, last):
+                store(v, vo + j, load(x, xo + _from_front(load(indices, io + j), size)))
+        else:
+            for j in range(first, last):
+                d = _from_front(load(indices, io + j * i_stride), size)
+                store(v, vo + j * v_stride, load(x, xo + j * x_stride + d * axis_stride))
 
 
 # --- sums along lines ------------------------------------------------------------------------------------------------
@@ -189,8 +177,7 @@ def scatter_lines(
     destinations = np.empty(0 if unique else n, np.int64)
     last = pointer(destinations.ctypes.data, np.int64(0))
     for line in range(start, stop):
-        io, vo = row_offset(line, shape, i_strides), row_offset(line, shape, v_strides)
-        xo, oo = row_offset(line, shape, x_strides), row_offset(line, shape, out_strides)
+        io, vo, xo, oo = row_offsets(line, shape, i_strides, v_strides, x_strides, out_strides)
         load_indices(indices_address, kind, io, i_stride, k, n, places, 0)
         _prepare_line(x, xo, x_stride, out, oo, out_stride, n, fill, like)
         count = 0 if unique else _find_repeated(places, last, repeated, k)
@@ -212,3 +199,5 @@ def scatter_lines(
             if load(last, d) == j:
                 s = widen(load(v, vo + j * v_stride)) + zero
                 _store_sum(s, d, x, xo, x_stride, out, oo, out_stride, adds, like)
+    keep(sources)
+    keep(destinations)

@@ -60,6 +60,21 @@ def load_indices(address, kind, offset, stride, count, size, out, start):
             store(out, start + i, np.int64(load(unsigned, offset + i * stride)))
 
 
+@device_function
+def row_offsets(row, shape, a, b, c, d):
+    """The offsets of a row in four operands; see `numba_memory.row_offset`."""
+    ao, bo, co, do = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+    for e in range(len(shape) - 1, 0, -1):
+        quotient = row // shape[e]
+        index = row - quotient * shape[e]
+        ao += index * a[e]
+        bo += index * b[e]
+        co += index * c[e]
+        do += index * d[e]
+        row = quotient
+    return ao + row * a[0], bo + row * b[0], co + row * c[0], do + row * d[0]
+
+
 # --- one destination element -----------------------------------------------------------------------------------------
 def term(p: Any, key: Any) -> Any:
     """A finite destination's term in units of its quantum, as (mid, low)."""
