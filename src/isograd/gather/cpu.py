@@ -21,6 +21,7 @@ Array = NDArray[Any]
 _KINDS = {np.dtype(np.int64): 0, np.dtype(np.int32): 1, np.dtype(np.uint32): 2}
 _BITS = {2: np.int16(0), 4: np.int32(0), 8: np.int64(0)}
 _IN_PLACE, _ZEROS, _COPY = 0, 1, 2  # what a kernel has to do about destinations without sources
+_DENSE = 4  # with a source for so many destinations a line's sums are formed for all destinations
 _FEW_COLUMNS = 8  # rows narrower than this are summed line by line
 
 
@@ -34,6 +35,7 @@ def _kernels() -> Any:
         check: Any = numba_kernels.check_indices
         gather: Any = numba_kernels.gather
         lines: Any = numba_kernels.scatter_lines
+        dense_lines: Any = numba_kernels.scatter_dense_lines
         group: Any = numba_rows.group_sources
         rows: Any = numba_rows.sum_rows
         block: int = BLOCK
@@ -53,25 +55,47 @@ def _without(values: Shape, axis: int) -> Shape:
 
 
 class _Walk(NamedTuple):
-    """Dimensions as a kernel takes them: the innermost one apart; strides count elements."""
+    """Dimensions as the kernels take them, outermost first; strides count elements.
 
-    outer: tuple[NDArray[np.int64], ...]  # the sizes of the others, then each operand's strides
-    count: int  # how many rows the others make
-    inner: int
-    steps: Shape
+    outer: the sizes of the outer dimensions, then each operand's strides. run: the size of the next one, then each
+    operand's stride. inner: the same of the innermost. cut: not 0 where the last two are pieces of one long dimension.
+    """
+
+    outer: tuple[NDArray[np.int64], ...]
+    run: Shape
+    inner: Shape
+    cut: int
+
+    @property
+    def rows(self) -> int:
+        """How many rows of the innermost dimension there are."""
+        return math.prod(self.outer[0].tolist()) * self.run[0]
+
+
+def _split(sizes: Shape, steps: tuple[Shape, ...]) -> tuple[tuple[NDArray[np.int64], ...], Shape]:
+    """All dimensions but the last one as arrays, at least one; and the last one with its strides."""
+    outer = [np.array(v[:-1] or (1 if v is sizes else 0,), np.int64) for v in (sizes, *steps)]
+    return tuple(outer), (sizes[-1], *[s[-1] for s in steps])
 
 
 @functools.lru_cache(maxsize=4096)
 def _walk(shape: Shape, strides: tuple[Shape, ...]) -> _Walk:
     sizes, steps = merge_dimensions(shape, strides)
-    outer = [np.array(v[:-1] or (1 if v is sizes else 0,), np.int64) for v in (sizes, *steps)]
-    return _Walk(tuple(outer), math.prod(sizes[:-1]), sizes[-1], tuple([s[-1] for s in steps]))
+    inner = (sizes[-1], *[s[-1] for s in steps])
+    block = _kernels().block
+    if inner[0] > block:
+        sizes = (*sizes[:-1], -(-inner[0] // block))
+        steps = tuple([(*s[:-1], block * s[-1]) for s in steps])
+        return _Walk(*_split(sizes, steps), inner, block)
+    rest = _split((1, *sizes[:-1]), tuple([(0, *s[:-1]) for s in steps]))
+    return _Walk(*rest, inner, 0)
 
 
 @functools.lru_cache(maxsize=4096)
-def _lines(shape: Shape, strides: tuple[Shape, ...]) -> tuple[tuple[NDArray[np.int64], ...], int]:
+def _lines(shape: Shape, strides: tuple[Shape, ...]) -> tuple[tuple[Any, ...], int]:
     sizes, steps = merge_dimensions(shape, strides)
-    return tuple([np.array(v, np.int64) for v in (sizes, *steps)]), math.prod(sizes)
+    outer, run = _split(sizes, steps)
+    return (*outer, *run), math.prod(sizes)
 
 
 def check_indices(
@@ -86,8 +110,9 @@ def check_indices(
     walk = _walk(distinct, (_strides(indices),))
     flag = np.zeros(1, np.uint8)
     parallel.for_ranges(
-        _kernels().check, walk.count, parallel.grain(walk.count, walk.inner), indices.dtype.type(0), address(indices),
-        *walk.outer, walk.inner, *walk.steps, least, size, skipped is not None, skipped or 0, address(flag),
+        _kernels().check, walk.rows, parallel.grain(walk.rows, walk.cut or walk.inner[0]), indices.dtype.type(0),
+        address(indices), least, size, skipped is not None, skipped or 0, address(flag), *walk.outer, *walk.run,
+        *walk.inner, walk.cut,
     )  # fmt: skip
     if flag[0]:
         wide = indices.astype(np.int64)
@@ -107,11 +132,10 @@ def _gather(
 ) -> None:
     kernels = _kernels()
     walk = _walk(v.shape, (x_strides, i_strides, _strides(v)))
-    pieces = -(-walk.inner // kernels.block)
     parallel.for_ranges(
-        kernels.gather, walk.count * pieces, parallel.grain(walk.count * pieces, min(walk.inner, kernels.block)),
-        _BITS[v.itemsize], indices.dtype.type(0), address(x), address(indices), address(v), *walk.outer,
-        walk.inner, *walk.steps, size, axis_stride, pieces,
+        kernels.gather, walk.rows, parallel.grain(walk.rows, walk.cut or walk.inner[0]), _BITS[v.itemsize],
+        indices.dtype.type(0), address(x), address(indices), address(v), size, axis_stride, *walk.outer, *walk.run,
+        *walk.inner, walk.cut,
     )  # fmt: skip
 
 
@@ -180,13 +204,14 @@ def _scatter_lines(indices: Array, values: Array, x: Array | None, out: Array, a
     operands = (indices, values, base, out)
     strides = [_strides(a) for a in operands]
     along = [s[axis] for s in strides]
-    outer, count = _lines(_without(out.shape, axis), tuple([_without(s, axis) for s in strides]))
+    lines, count = _lines(_without(out.shape, axis), tuple([_without(s, axis) for s in strides]))
     k, n = indices.shape[axis], out.shape[axis]
-    work = 8 * k + (n if fill != _IN_PLACE else 0)
+    dense = k * _DENSE >= n and not unique
+    work = 8 * k + (n if dense or fill != _IN_PLACE else 0)
     parallel.for_ranges(
-        _kernels().lines, count, parallel.grain(count, work), kernel_type(out.dtype), address(indices),
-        _KINDS[indices.dtype], address(values), address(base), address(out), *outer, k, along[0], along[1], n,
-        along[2], along[3], fill, adds, unique,
+        _kernels().dense_lines if dense else _kernels().lines, count, parallel.grain(count, work),
+        kernel_type(out.dtype), address(indices), _KINDS[indices.dtype], address(values), address(base), address(out),
+        k, along[0], along[1], n, along[2], along[3], fill, adds, unique, *lines,
     )  # fmt: skip
 
 
@@ -227,12 +252,12 @@ def _rows(indices: Array, values: Array, x: Array | None, out: Array, skipped: i
     fill = _ZEROS if x is None else (_IN_PLACE if arrays.same_view(x, out) else _COPY)
     base = out if x is None else x
     strides = [_strides(a) for a in (values, base, out)]
-    walk = _walk(out.shape[1:], tuple([s[1:] for s in strides]))
-    tiles = -(-walk.inner // kernels.lanes)
-    tasks = size * walk.count * tiles
+    sizes, steps = merge_dimensions(out.shape[1:], tuple([s[1:] for s in strides]))
+    outer, inner = _split(sizes, steps)
+    tiles = -(-inner[0] // kernels.lanes)
+    tasks = size * math.prod(sizes[:-1]) * tiles
     work = (out.size + 4 * values.size) // tasks
     parallel.for_ranges(
         kernels.rows, tasks, parallel.grain(tasks, work), kernel_type(out.dtype), address(starts), address(order),
-        address(values), address(base), address(out), *walk.outer, walk.inner, *walk.steps,
-        *[s[0] for s in strides], size, tiles, fill, adds,
+        address(values), address(base), address(out), *outer, *inner, *[s[0] for s in strides], size, tiles, fill, adds,
     )  # fmt: skip

@@ -5,9 +5,9 @@
 
 import numpy as np
 
-from isograd.gather.numba_steps import FOLD, carry, load_indices, row_offsets, special_code, term, total
+from isograd.gather.numba_steps import FOLD, carry, load_indices, row_offsets, special_code, spread_fits, term, total
 from isograd.numerics.numba_compile import device_function, kernel
-from isograd.numerics.numba_memory import BLOCK, keep, load, pointer, row_offset, store, work_zero
+from isograd.numerics.numba_memory import LANES, keep, load, pointer, row_offset, store, work_zero
 from isograd.numerics.numba_ops import magnitude_key
 from isograd.numerics.numba_storage import narrow, widen
 from isograd.numerics.numba_sum import is_finite_key
@@ -15,18 +15,27 @@ from isograd.numerics.numba_sum import is_finite_key
 
 # --- indices ---------------------------------------------------------------------------------------------------------
 @kernel
-def check_indices(like, address, shape, strides, n, stride, least, size, skips, skipped, flag, start, stop):
-    """Set the byte at `flag` if a row has an index below `least` or from `size` on, `skipped` excepted."""
+def check_indices(
+    like, address, least, size, skips, skipped, flag, shape, strides, run, step, n, stride, cut, start, stop
+):  # fmt: skip
+    """Set the byte at `flag` if a row has an index below `least` or from `size` on, `skipped` excepted.
+
+    Here and in `gather` a row is counted over (*shape, run) and has n elements; with `cut` the rows of the last
+    dimension are pieces of `cut` elements of one row of n.
+    """
     indices = pointer(address, like)
     found = False
     for row in range(start, stop):
-        offset = row_offset(row, shape, strides)
+        major = row // run
+        minor = row - major * run
+        offset = row_offset(major, shape, strides) + minor * step
+        count = min(n - minor * cut, cut) if cut else n
         if stride == 1 and not skips:
-            for i in range(n):
+            for i in range(count):
                 v = np.int64(load(indices, offset + i))
                 found |= (v < least) | (v >= size)
         else:
-            for i in range(n):
+            for i in range(count):
                 v = np.int64(load(indices, offset + i * stride))
                 found |= ((v < least) | (v >= size)) & (v != skipped or not skips)
     if found:
@@ -40,36 +49,48 @@ def _from_front(index, size):
     return v + size if v < 0 else v
 
 
+@device_function
+def _gather_row(x, xo, x_stride, indices, io, i_stride, v, vo, v_stride, n, size, axis_stride):
+    if i_stride == 0:
+        xo += _from_front(load(indices, io), size) * axis_stride
+        if x_stride == 1 and v_stride == 1:
+            for j in range(n):
+                store(v, vo + j, load(x, xo + j))
+        else:
+            for j in range(n):
+                store(v, vo + j * v_stride, load(x, xo + j * x_stride))
+    elif i_stride == 1 and v_stride == 1 and axis_stride == 1 and x_stride == 0:
+        for j in range(n):
+            store(v, vo + j, load(x, xo + _from_front(load(indices, io + j), size)))
+    else:
+        for j in range(n):
+            d = _from_front(load(indices, io + j * i_stride), size)
+            store(v, vo + j * v_stride, load(x, xo + j * x_stride + d * axis_stride))
+
+
 @kernel
 def gather(
-    like, index_like, x_address, indices_address, v_address, shape, x_strides, i_strides, v_strides, n, x_stride,
-    i_stride, v_stride, size, axis_stride, pieces, start, stop,
+    like, index_like, x_address, indices_address, v_address, size, axis_stride, shape, x_strides, i_strides, v_strides,
+    run, x_step, i_step, v_step, n, x_stride, i_stride, v_stride, cut, start, stop,
 ):  # fmt: skip
-    """Copy x at the indices into v: rows of n elements in pieces of BLOCK; x's strides are 0 along the axis.
+    """Copy x at the indices into v; x's strides are 0 along the axis.
 
     `like` is an integer of the elements' size. Where the indices have stride 0, a row has one index.
     """
     x, v, indices = pointer(x_address, like), pointer(v_address, like), pointer(indices_address, index_like)
-    for item in range(start, stop):
-        row = item if pieces == 1 else item // pieces
-        first = (item - row * pieces) * BLOCK
-        last = min(first + BLOCK, n)
-        xo, io, vo, _ = row_offsets(row, shape, x_strides, i_strides, v_strides, v_strides)
-        if i_stride == 0:
-            xo += _from_front(load(indices, io), size) * axis_stride
-            if x_stride == 1 and v_stride == 1:
-                for j in range(first, last):
-                    store(v, vo + j, load(x, xo + j))
-            else:
-                for j in range(first, last):
-                    store(v, vo + j * v_stride, load(x, xo + j * x_stride))
-        elif i_stride == 1 and v_stride == 1 and axis_stride == 1 and x_stride == 0:
-            for j in range(first, last):
-                store(v, vo + j, load(x, xo + _from_front(load(indices, io + j), size)))
-        else:
-            for j in range(first, last):
-                d = _from_front(load(indices, io + j * i_stride), size)
-                store(v, vo + j * v_stride, load(x, xo + j * x_stride + d * axis_stride))
+    row = start
+    while row < stop:
+        major = row // run
+        first = row - major * run
+        last = min(first + stop - row, run)
+        xo, io, vo, _ = row_offsets(major, shape, x_strides, i_strides, v_strides, v_strides)
+        for r in range(first, last):
+            count = min(n - r * cut, cut) if cut else n
+            _gather_row(
+                x, xo + r * x_step, x_stride, indices, io + r * i_step, i_stride, v, vo + r * v_step, v_stride, count,
+                size, axis_stride,
+            )  # fmt: skip
+        row += last - first
 
 
 # --- sums along lines ------------------------------------------------------------------------------------------------
@@ -155,29 +176,28 @@ def _sum_repeated(v, vo, v_stride, places, last, repeated, count, key, top, mid,
 
 @kernel
 def scatter_lines(
-    like, indices_address, kind, v_address, x_address, out_address, shape, i_strides, v_strides, x_strides, out_strides,
-    k, i_stride, v_stride, n, x_stride, out_stride, fill, adds, unique, start, stop,
+    like, indices_address, kind, v_address, x_address, out_address, k, i_stride, v_stride, n, x_stride, out_stride,
+    fill, adds, unique, shape, i_strides, v_strides, x_strides, out_strides, run, i_step, v_step, x_step, out_step,
+    start, stop,
 ):  # fmt: skip
-    """A base with k values added along every line of n elements, into out.
+    """A base with k values added along every line of n elements, into out; for lines with few sources.
 
     fill: 0 if out holds the base already, 1 for zeros, 2 for x. adds: whether the base counts. unique: no line has an
-    index twice.
+    index twice. Lines are counted over (*shape, run).
     """
     v, x, out = pointer(v_address, like), pointer(x_address, like), pointer(out_address, like)
     zero = work_zero(like)
-    sources = np.empty(6 * k + 1, np.int64)
-    places = pointer(sources.ctypes.data, np.int64(0))
-    top, mid, low = (
-        pointer(sources[k:].ctypes.data, np.int64(0)),
-        pointer(sources[2 * k :].ctypes.data, np.int64(0)),
-        pointer(sources[3 * k :].ctypes.data, np.int64(0)),
-    )
-    key = pointer(sources[4 * k :].ctypes.data, magnitude_key(zero))
-    repeated = pointer(sources[5 * k :].ctypes.data, np.int64(0))  # one more than k are written
+    sources, keys = np.empty((5, k + 1), np.int64), np.empty(k, np.int64)
+    places, repeated = pointer(sources[0].ctypes.data, np.int64(0)), pointer(sources[1].ctypes.data, np.int64(0))
+    top, mid = pointer(sources[2].ctypes.data, np.int64(0)), pointer(sources[3].ctypes.data, np.int64(0))
+    low, key = pointer(sources[4].ctypes.data, np.int64(0)), pointer(keys.ctypes.data, magnitude_key(zero))
     destinations = np.empty(0 if unique else n, np.int64)
     last = pointer(destinations.ctypes.data, np.int64(0))
     for line in range(start, stop):
-        io, vo, xo, oo = row_offsets(line, shape, i_strides, v_strides, x_strides, out_strides)
+        major = line // run
+        minor = line - major * run
+        io, vo, xo, oo = row_offsets(major, shape, i_strides, v_strides, x_strides, out_strides)
+        io, vo, xo, oo = io + minor * i_step, vo + minor * v_step, xo + minor * x_step, oo + minor * out_step
         load_indices(indices_address, kind, io, i_stride, k, n, places, 0)
         _prepare_line(x, xo, x_stride, out, oo, out_stride, n, fill, like)
         count = 0 if unique else _find_repeated(places, last, repeated, k)
@@ -200,4 +220,96 @@ def scatter_lines(
                 s = widen(load(v, vo + j * v_stride)) + zero
                 _store_sum(s, d, x, xo, x_stride, out, oo, out_stride, adds, like)
     keep(sources)
+    keep(keys)
     keep(destinations)
+
+
+@device_function
+def _line_keys(v, vo, v_stride, k, zero):
+    """The largest magnitude's key of a line's values, and the smallest one that is not zero."""
+    largest, least = magnitude_key(zero), magnitude_key(zero) - 1
+    for j in range(k):
+        m = magnitude_key(widen(load(v, vo + j * v_stride)))
+        largest = max(largest, m)
+        least = m if m > 0 and (least < 0 or m < least) else least
+    return largest, least
+
+
+@device_function
+def _carry_line(key, top, mid, low, n):
+    for d in range(n):
+        if load(key, d) >= 0 and is_finite_key(load(key, d)):
+            a, b, c = carry(load(top, d), load(mid, d), load(low, d))
+            store(top, d, a)
+            store(mid, d, b)
+            store(low, d, c)
+
+
+@kernel
+def scatter_dense_lines(
+    like, indices_address, kind, v_address, x_address, out_address, k, i_stride, v_stride, n, x_stride, out_stride,
+    fill, adds, unique, shape, i_strides, v_strides, x_strides, out_strides, run, i_step, v_step, x_step, out_step,
+    start, stop,
+):  # fmt: skip
+    """As `scatter_lines`, for lines with so many sources that an integer sum for every destination costs little."""
+    v, x, out = pointer(v_address, like), pointer(x_address, like), pointer(out_address, like)
+    zero = work_zero(like)
+    sums, block = np.empty((3, n), np.int64), np.empty(LANES, np.int64)
+    places = pointer(block.ctypes.data, np.int64(0))
+    top, mid = pointer(sums[0].ctypes.data, np.int64(0)), pointer(sums[1].ctypes.data, np.int64(0))
+    low = pointer(sums[2].ctypes.data, np.int64(0))
+    keys = np.empty(n, np.int64)
+    key = pointer(keys.ctypes.data, magnitude_key(zero))
+    none = magnitude_key(zero) - 1
+    for line in range(start, stop):
+        major = line // run
+        minor = line - major * run
+        io, vo, xo, oo = row_offsets(major, shape, i_strides, v_strides, x_strides, out_strides)
+        io, vo, xo, oo = io + minor * i_step, vo + minor * v_step, xo + minor * x_step, oo + minor * out_step
+        for d in range(n):
+            store(key, d, none)
+            store(top, d, np.int64(0))
+            store(mid, d, np.int64(0))
+            store(low, d, np.int64(0))
+        largest, least = _line_keys(v, vo, v_stride, k, zero)
+        # Where every value is a multiple of the line's largest quantum, no destination's own quantum rounds anything:
+        # the sums are the same in units of that one, and its key may stand for all keys.
+        even = is_finite_key(largest) and spread_fits(largest, least)
+        if not even:
+            for first in range(0, k, LANES):
+                count = min(k - first, LANES)
+                load_indices(indices_address, kind, io + first * i_stride, i_stride, count, n, places, 0)
+                for j in range(count):
+                    d = load(places, j)
+                    m = magnitude_key(widen(load(v, vo + (first + j) * v_stride)))
+                    store(key, d, max(load(key, d), m))
+        for first in range(0, k, LANES):
+            count = min(k - first, LANES)
+            load_indices(indices_address, kind, io + first * i_stride, i_stride, count, n, places, 0)
+            for j in range(count):
+                d = load(places, j)
+                p = widen(load(v, vo + (first + j) * v_stride))
+                if even:
+                    h, q = term(p, largest)
+                    store(key, d, largest)
+                    store(mid, d, load(mid, d) + h)
+                    store(low, d, load(low, d) + q)
+                elif is_finite_key(load(key, d)):
+                    h, q = term(p, load(key, d))
+                    store(mid, d, load(mid, d) + h)
+                    store(low, d, load(low, d) + q)
+                else:
+                    store(low, d, load(low, d) | special_code(p))
+            if (first + LANES) % FOLD == 0:
+                _carry_line(key, top, mid, low, n)
+        for d in range(n):
+            if load(key, d) >= 0:
+                s = total(load(top, d), load(mid, d), load(low, d), load(key, d), zero)
+                _store_sum(s, d, x, xo, x_stride, out, oo, out_stride, adds, like)
+            elif fill == 1:
+                store(out, oo + d * out_stride, narrow(zero, like))
+            elif fill == 2:
+                store(out, oo + d * out_stride, load(x, xo + d * x_stride))
+    keep(sums)
+    keep(block)
+    keep(keys)

@@ -147,21 +147,25 @@ def sum_rows(
     zero = work_zero(like)
     s, key = stack_lanes(zero), stack_lanes(magnitude_key(zero))
     top, mid, low = stack_lanes(np.int64(0)), stack_lanes(np.int64(0)), stack_lanes(np.int64(0))
-    for task in range(start, stop):
+    task = start
+    while task < stop:
         tile = task // size
-        d = task - tile * size
         part = tile // tiles
         first = (tile - part * tiles) * LANES
         width = min(n - first, LANES)
         vo = row_offset(part, shape, v_strides) + first * v_stride
-        xo = row_offset(part, shape, x_strides) + first * x_stride + d * x_row
-        oo = row_offset(part, shape, out_strides) + first * out_stride + d * out_row
-        begin, end = load(starts, d), load(starts, d + 1)
-        if begin == end:
-            _store_base(x, xo, x_stride, out, oo, out_stride, width, fill, like)
-            continue
-        if end - begin == 1:
-            _load_row(v, vo + load(order, begin) * v_row, v_stride, width, s, zero)
-        else:
-            _sum_lanes(v, vo, v_row, v_stride, order, begin, end, width, s, key, top, mid, low, zero)
-        _store_sums(s, x, xo, x_stride, out, oo, out_stride, width, adds, like)
+        xo = row_offset(part, shape, x_strides) + first * x_stride
+        oo = row_offset(part, shape, out_strides) + first * out_stride
+        top_row = min(task - tile * size + stop - task, size)
+        for d in range(task - tile * size, top_row):
+            begin, end = load(starts, d), load(starts, d + 1)
+            xd, od = xo + d * x_row, oo + d * out_row
+            if begin == end:
+                _store_base(x, xd, x_stride, out, od, out_stride, width, fill, like)
+                continue
+            if end - begin == 1:
+                _load_row(v, vo + load(order, begin) * v_row, v_stride, width, s, zero)
+            else:
+                _sum_lanes(v, vo, v_row, v_stride, order, begin, end, width, s, key, top, mid, low, zero)
+            _store_sums(s, x, xd, x_stride, out, od, out_stride, width, adds, like)
+        task = tile * size + top_row

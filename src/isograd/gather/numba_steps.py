@@ -104,6 +104,18 @@ def quantum_scale(key):
     return pow2_64(np.int64(c.QUANTUM_BITS) - max(np.int64(key >> 23) - 127, np.int64(-126)))
 
 
+def spread_fits(largest: Any, least: Any) -> Any:
+    """Whether numbers with these largest and smallest keys (zeros apart) are multiples of the largest's quantum."""
+    raise NotImplementedError
+
+
+@overload(spread_fits, jit_options=_FORCE)
+def _spread_fits(largest, least):
+    if largest == types.int32:
+        return lambda largest, least: max(largest >> 23, 1) - max(least >> 23, 1) <= c.QUANTUM_BITS - 23
+    return lambda largest, least: max(largest >> 52, 1) - max(least >> 52, 1) <= c.QUANTUM_BITS + _LIMB - 52
+
+
 @device_function
 def carry(top, mid, low):
     """The same sum with small mid and low, so that FOLD more terms fit."""
