@@ -192,11 +192,13 @@ def scatter(
 
 
 def _scatter_lines(indices: Array, values: Array, x: Array | None, out: Array, axis: int, unique: bool = False) -> None:
+    k, n = indices.shape[axis], out.shape[axis]
+    dense = k * _DENSE >= n and not unique
     adds = x is not None
     fill = _COPY if adds else _ZEROS
     if x is not None and arrays.same_view(x, out):
         fill = _IN_PLACE
-    elif abs(out.strides[axis]) != out.itemsize and out.size > out.shape[axis]:
+    elif abs(out.strides[axis]) != out.itemsize and out.size > n and not dense:
         # Line by line, every element would cost a line of the cache.
         _fill(out, x)
         fill = _IN_PLACE
@@ -205,14 +207,16 @@ def _scatter_lines(indices: Array, values: Array, x: Array | None, out: Array, a
     strides = [_strides(a) for a in operands]
     along = [s[axis] for s in strides]
     lines, count = _lines(_without(out.shape, axis), tuple([_without(s, axis) for s in strides]))
-    k, n = indices.shape[axis], out.shape[axis]
-    dense = k * _DENSE >= n and not unique
     work = 8 * k + (n if dense or fill != _IN_PLACE else 0)
-    parallel.for_ranges(
-        _kernels().dense_lines if dense else _kernels().lines, count, parallel.grain(count, work),
+    arguments = (
         kernel_type(out.dtype), address(indices), _KINDS[indices.dtype], address(values), address(base), address(out),
-        k, along[0], along[1], n, along[2], along[3], fill, adds, unique, *lines,
+        k, along[0], along[1], n, along[2], along[3],
     )  # fmt: skip
+    grain = parallel.grain(count, work)
+    if dense:
+        parallel.for_ranges(_kernels().dense_lines, count, grain, *arguments, adds, *lines)
+    else:
+        parallel.for_ranges(_kernels().lines, count, grain, *arguments, fill, adds, unique, *lines)
 
 
 def index_sum(

@@ -5,7 +5,17 @@
 
 import numpy as np
 
-from isograd.gather.numba_steps import FOLD, carry, load_indices, row_offsets, special_code, spread_fits, term, total
+from isograd.gather.numba_steps import (
+    add_term,
+    clear_sums,
+    load_indices,
+    row_offsets,
+    special_code,
+    spread_fits,
+    stored_total,
+    term,
+    total,
+)
 from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import LANES, keep, load, pointer, row_offset, store, work_zero
 from isograd.numerics.numba_ops import magnitude_key
@@ -159,19 +169,9 @@ def _sum_repeated(v, vo, v_stride, places, last, repeated, count, key, top, mid,
         r = load(last, load(places, j))
         p = widen(load(v, vo + j * v_stride))
         if is_finite_key(load(key, r)):
-            h, q = term(p, load(key, r))
-            store(mid, r, load(mid, r) + h)
-            store(low, r, load(low, r) + q)
+            add_term(p, load(key, r), top, mid, low, r, 0, True)
         else:
             store(low, r, load(low, r) | special_code(p))
-        if i % (FOLD // 2) == FOLD // 2 - 1:
-            for e in range(count):
-                r = load(last, load(places, load(repeated, e)))
-                if is_finite_key(load(key, r)):
-                    a, b, c = carry(load(top, r), load(mid, r), load(low, r))
-                    store(top, r, a)
-                    store(mid, r, b)
-                    store(low, r, c)
 
 
 @kernel
@@ -236,20 +236,24 @@ def _line_keys(v, vo, v_stride, k, zero):
 
 
 @device_function
-def _carry_line(key, top, mid, low, n):
-    for d in range(n):
-        if load(key, d) >= 0 and is_finite_key(load(key, d)):
-            a, b, c = carry(load(top, d), load(mid, d), load(low, d))
-            store(top, d, a)
-            store(mid, d, b)
-            store(low, d, c)
+def _store_line(x, xo, x_stride, out, oo, out_stride, key, top, mid, low, n, ready, adds, zero, like):
+    """The sums, or with `adds` x and the sums; destinations without sources have key -1 and the sum 0."""
+    if adds:
+        for d in range(n):
+            s = stored_total(top, mid, low, d, load(key, d), ready, zero)
+            old = load(x, xo + d * x_stride)
+            new = narrow(widen(old) + s, like)
+            store(out, oo + d * out_stride, new if load(key, d) >= 0 else old)
+    else:
+        for d in range(n):
+            s = stored_total(top, mid, low, d, load(key, d), ready, zero)
+            store(out, oo + d * out_stride, narrow(s, like))
 
 
 @kernel
 def scatter_dense_lines(
     like, indices_address, kind, v_address, x_address, out_address, k, i_stride, v_stride, n, x_stride, out_stride,
-    fill, adds, unique, shape, i_strides, v_strides, x_strides, out_strides, run, i_step, v_step, x_step, out_step,
-    start, stop,
+    adds, shape, i_strides, v_strides, x_strides, out_strides, run, i_step, v_step, x_step, out_step, start, stop,
 ):  # fmt: skip
     """As `scatter_lines`, for lines with so many sources that an integer sum for every destination costs little."""
     v, x, out = pointer(v_address, like), pointer(x_address, like), pointer(out_address, like)
@@ -268,9 +272,7 @@ def scatter_dense_lines(
         io, vo, xo, oo = io + minor * i_step, vo + minor * v_step, xo + minor * x_step, oo + minor * out_step
         for d in range(n):
             store(key, d, none)
-            store(top, d, np.int64(0))
-            store(mid, d, np.int64(0))
-            store(low, d, np.int64(0))
+        clear_sums(mid, low, n, zero)
         largest, least = _line_keys(v, vo, v_stride, k, zero)
         # Where every value is a multiple of the line's largest quantum, no destination's own quantum rounds anything:
         # the sums are the same in units of that one, and its key may stand for all keys.
@@ -283,6 +285,7 @@ def scatter_dense_lines(
                     d = load(places, j)
                     m = magnitude_key(widen(load(v, vo + (first + j) * v_stride)))
                     store(key, d, max(load(key, d), m))
+        ready = False
         for first in range(0, k, LANES):
             count = min(k - first, LANES)
             load_indices(indices_address, kind, io + first * i_stride, i_stride, count, n, places, 0)
@@ -290,26 +293,13 @@ def scatter_dense_lines(
                 d = load(places, j)
                 p = widen(load(v, vo + (first + j) * v_stride))
                 if even:
-                    h, q = term(p, largest)
                     store(key, d, largest)
-                    store(mid, d, load(mid, d) + h)
-                    store(low, d, load(low, d) + q)
+                    ready = add_term(p, largest, top, mid, low, d, n, ready)
                 elif is_finite_key(load(key, d)):
-                    h, q = term(p, load(key, d))
-                    store(mid, d, load(mid, d) + h)
-                    store(low, d, load(low, d) + q)
+                    ready = add_term(p, load(key, d), top, mid, low, d, n, ready)
                 else:
                     store(low, d, load(low, d) | special_code(p))
-            if (first + LANES) % FOLD == 0:
-                _carry_line(key, top, mid, low, n)
-        for d in range(n):
-            if load(key, d) >= 0:
-                s = total(load(top, d), load(mid, d), load(low, d), load(key, d), zero)
-                _store_sum(s, d, x, xo, x_stride, out, oo, out_stride, adds, like)
-            elif fill == 1:
-                store(out, oo + d * out_stride, narrow(zero, like))
-            elif fill == 2:
-                store(out, oo + d * out_stride, load(x, xo + d * x_stride))
+        _store_line(x, xo, x_stride, out, oo, out_stride, key, top, mid, low, n, ready, adds, zero, like)
     keep(sums)
     keep(block)
     keep(keys)

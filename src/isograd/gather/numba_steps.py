@@ -1,7 +1,7 @@
 """Steps of the gather family's CPU kernels: indices of any type, and integer sums of single destination elements.
 
 A sum is kept as top * 2**88 + mid * 2**44 + low, three int64. Terms of binary32 go to `low`, terms of binary64 to `mid`
-and `low`; 2**17 of them fit before `carry` has to be called. `key` is the largest magnitude's key of the destination.
+and `low`; FOLD of them fit before `carry` has to be called. `key` is the largest magnitude's key of the destination.
 """
 
 from typing import Any
@@ -25,6 +25,7 @@ _LIMB_SCALE = np.float64(2.0**_LIMB)
 _MAGIC_64 = np.float64(c.MAGIC_64)
 _MAGIC_BITS_64 = int(_MAGIC_64.view(np.int64))
 _EXACT = 1 << 53  # integers up to here are binary64 numbers
+_NEARLY_FULL = 1 << 61
 
 
 # --- indices ---------------------------------------------------------------------------------------------------------
@@ -121,6 +122,88 @@ def carry(top, mid, low):
     """The same sum with small mid and low, so that FOLD more terms fit."""
     mid += low >> _LIMB
     return top + (mid >> _LIMB), mid & _LIMB_MASK, low & _LIMB_MASK
+
+
+@device_function
+def _clear(a, b, n):
+    for d in range(n):
+        store(a, d, np.int64(0))
+        store(b, d, np.int64(0))
+
+
+def clear_sums(mid: Any, low: Any, n: Any, like: Any) -> Any:
+    """Set n sums to zero, but for what `add_term` clears itself."""
+    raise NotImplementedError
+
+
+@overload(clear_sums, jit_options=_FORCE)
+def _clear_sums(mid, low, n, like):
+    if like == types.float32:
+        return lambda mid, low, n, like: _clear(low, low, n)
+    return lambda mid, low, n, like: _clear(mid, low, n)
+
+
+def add_term(p: Any, key: Any, top: Any, mid: Any, low: Any, d: Any, n: Any, ready: Any) -> Any:
+    """Add a finite term to sum d of n and carry where that is due; returns whether anything was carried yet.
+
+    What only a carry fills (`top`, and `mid` of binary32) is cleared by the first one, unless `ready` says it was.
+    """
+    raise NotImplementedError
+
+
+@overload(add_term, jit_options=_FORCE)
+def _add_term(p, key, top, mid, low, d, n, ready):
+    if p == types.float32:
+
+        def add_32(p, key, top, mid, low, d, n, ready):
+            _, q = term(p, key)
+            b = load(low, d) + q
+            if abs(b) >= _NEARLY_FULL:
+                if not ready:
+                    _clear(top, mid, n)
+                ready = True
+                t, m, b = carry(load(top, d), load(mid, d), b)
+                store(top, d, t)
+                store(mid, d, m)
+            store(low, d, b)
+            return ready
+
+        return add_32
+
+    def add_64(p, key, top, mid, low, d, n, ready):
+        h, q = term(p, key)
+        a, b = load(mid, d) + h, load(low, d) + q
+        if abs(a) >= _NEARLY_FULL or abs(b) >= _NEARLY_FULL:
+            if not ready:
+                _clear(top, top, n)
+            ready = True
+            t, a, b = carry(load(top, d), a, b)
+            store(top, d, t)
+        store(mid, d, a)
+        store(low, d, b)
+        return ready
+
+    return add_64
+
+
+def stored_total(top: Any, mid: Any, low: Any, d: Any, key: Any, ready: Any, like: Any) -> Any:
+    """The total of sum d; `ready` is what the last `add_term` returned."""
+    raise NotImplementedError
+
+
+@overload(stored_total, jit_options=_FORCE)
+def _stored_total(top, mid, low, d, key, ready, like):
+    if like == types.float32:
+
+        def total_32(top, mid, low, d, key, ready, like):
+            if ready:
+                return total(load(top, d), load(mid, d), load(low, d), key, like)
+            return total(np.int64(0), np.int64(0), load(low, d), key, like)
+
+        return total_32
+    return lambda top, mid, low, d, key, ready, like: total(
+        load(top, d) if ready else np.int64(0), load(mid, d), load(low, d), key, like
+    )
 
 
 @device_function
