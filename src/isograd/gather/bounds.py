@@ -33,7 +33,7 @@ def _copy(dtype: str, **inputs: Any) -> Array:
 def _quanta(dtype: str, shape: tuple[int, ...], indices: Array, values: Array, axis: int) -> Array:
     """Count · q / 2 of every destination element."""
     counts, tops = np.zeros(shape), np.zeros(shape)
-    places = list(np.indices(indices.shape))
+    places: list[Array] = list(np.indices(indices.shape))
     places[axis] = ref.normalized(indices, shape[axis])
     where = tuple(places)
     with np.errstate(all="ignore"):

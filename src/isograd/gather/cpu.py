@@ -19,7 +19,7 @@ from isograd.numerics.storage import address, kernel_type
 Array = NDArray[Any]
 
 _KINDS = {np.dtype(np.int64): 0, np.dtype(np.int32): 1, np.dtype(np.uint32): 2}
-_BITS = {2: np.int16(0), 4: np.int32(0), 8: np.int64(0)}
+_BITS: dict[int, Any] = {2: np.int16(0), 4: np.int32(0), 8: np.int64(0)}
 _IN_PLACE, _ZEROS, _COPY = 0, 1, 2  # what a kernel has to do about destinations without sources
 _DENSE = 4  # with a source for so many destinations a line's sums are formed for all destinations
 _FEW_COLUMNS = 8  # rows narrower than this are summed line by line
@@ -59,17 +59,14 @@ class _Walk(NamedTuple):
 
     outer: the sizes of the outer dimensions, then each operand's strides. run: the size of the next one, then each
     operand's stride. inner: the same of the innermost. cut: not 0 where the last two are pieces of one long dimension.
+    rows: how many rows of the innermost dimension there are.
     """
 
     outer: tuple[NDArray[np.int64], ...]
     run: Shape
     inner: Shape
     cut: int
-
-    @property
-    def rows(self) -> int:
-        """How many rows of the innermost dimension there are."""
-        return math.prod(self.outer[0].tolist()) * self.run[0]
+    rows: int
 
 
 def _split(sizes: Shape, steps: tuple[Shape, ...]) -> tuple[tuple[NDArray[np.int64], ...], Shape]:
@@ -86,9 +83,9 @@ def _walk(shape: Shape, strides: tuple[Shape, ...]) -> _Walk:
     if inner[0] > block:
         sizes = (*sizes[:-1], -(-inner[0] // block))
         steps = tuple([(*s[:-1], block * s[-1]) for s in steps])
-        return _Walk(*_split(sizes, steps), inner, block)
+        return _Walk(*_split(sizes, steps), inner, block, math.prod(sizes))
     rest = _split((1, *sizes[:-1]), tuple([(0, *s[:-1]) for s in steps]))
-    return _Walk(*rest, inner, 0)
+    return _Walk(*rest, inner, 0, math.prod(sizes[:-1]))
 
 
 @functools.lru_cache(maxsize=4096)

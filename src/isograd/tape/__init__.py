@@ -1,13 +1,15 @@
 """Reverse-mode differentiation for plain arrays.
 
-`rules.py` has the operations on arrays, `variable.py` the values and how an operation is applied to them,
-`recording.py` the tape with checkpoints and the walk backwards, `functions.py` the operations as functions.
+`rules.py` has the operations on arrays and `gather_rules.py` those of the gather family, `variable.py` the values and
+how an operation is applied to them, `recording.py` the tape with checkpoints and the walk backwards, `functions.py` the
+operations as functions.
 """
 
 from isograd.tape.functions import (
     add,
     concatenate,
     div,
+    embedding,
     exp,
     getitem,
     log,
@@ -18,11 +20,14 @@ from isograd.tape.functions import (
     neg,
     relu,
     reshape,
+    scatter_sum,
+    segment_sum,
     silu,
     softmax,
     sqrt,
     sub,
     sum,  # noqa: A004 - NumPy's name
+    take_along_axis,
     transpose,
 )
 from isograd.tape.recording import Tape
@@ -34,6 +39,7 @@ __all__ = [
     "add",
     "concatenate",
     "div",
+    "embedding",
     "exp",
     "getitem",
     "log",
@@ -44,10 +50,13 @@ __all__ = [
     "neg",
     "relu",
     "reshape",
+    "scatter_sum",
+    "segment_sum",
     "silu",
     "softmax",
     "sqrt",
     "sub",
     "sum",
+    "take_along_axis",
     "transpose",
 ]
