@@ -47,6 +47,8 @@ def scatter_sum(shape: tuple[int, ...], indices: Array, values: Array, axis: int
     places = np.moveaxis(normalized(indices, shape[axis]), axis, -1)
     terms = np.moveaxis(values, axis, -1)
     for line in np.ndindex(lines.shape[:-1]):
+        if places.shape[-1] == 0:
+            continue
         p = ref.widen(np.ascontiguousarray(terms[line]))
         order = np.argsort(places[line], kind="stable")
         destinations, starts = np.unique(places[line][order], return_index=True)
