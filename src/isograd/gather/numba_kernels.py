@@ -17,7 +17,7 @@ from isograd.gather.numba_steps import (
     total,
 )
 from isograd.numerics.numba_compile import device_function, kernel
-from isograd.numerics.numba_memory import LANES, keep, load, pointer, row_offset, store, work_zero
+from isograd.numerics.numba_memory import LANES, keep_alive, load, pointer, row_offset, store, work_zero
 from isograd.numerics.numba_ops import magnitude_key
 from isograd.numerics.numba_storage import narrow, widen
 from isograd.numerics.numba_sum import is_finite_key
@@ -219,9 +219,9 @@ def scatter_lines(
             if load(last, d) == j:
                 s = widen(load(v, vo + j * v_stride)) + zero
                 _store_sum(s, d, x, xo, x_stride, out, oo, out_stride, adds, like)
-    keep(sources)
-    keep(keys)
-    keep(destinations)
+    keep_alive(sources)
+    keep_alive(keys)
+    keep_alive(destinations)
 
 
 @device_function
@@ -300,6 +300,6 @@ def scatter_dense_lines(
                 else:
                     store(low, d, load(low, d) | special_code(p))
         _store_line(x, xo, x_stride, out, oo, out_stride, key, top, mid, low, n, ready, adds, zero, like)
-    keep(sums)
-    keep(block)
-    keep(keys)
+    keep_alive(sums)
+    keep_alive(block)
+    keep_alive(keys)

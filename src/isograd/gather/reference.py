@@ -100,6 +100,16 @@ def exact_sum(terms: Array) -> Any:
     return total if scaled == wide.tolist() else np.ldexp(total, 64)
 
 
+def oracle_take_along_axis(x: Array, indices: Array, axis: int = -1) -> Array:
+    """The values in the wide type."""
+    return take_along_axis(x, indices, axis).astype(_WIDE)
+
+
+def oracle_index_select(weight: Array, indices: Array) -> Array:
+    """The rows in the wide type."""
+    return index_select(weight, indices).astype(_WIDE)
+
+
 def oracle_scatter_sum(
     shape: tuple[int, ...], indices: Array, values: Array, axis: int = -1, x: Array | None = None
 ) -> Array:
