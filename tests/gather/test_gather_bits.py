@@ -437,6 +437,19 @@ def test_distinct_indices_have_the_same_bits_when_they_are_promised(dtype):
     assert raw(run("take_along_axis_backward", unique=False, **given)) == expected
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("width", [15, 20, 21, 22, 23, 30, 34, 35, 36, 37, 38, 50])
+def test_a_dense_line_takes_one_quantum_only_where_that_is_exact(width, dtype):
+    # Up to 21 (36) places between the largest and the smallest value all of them are multiples of the largest's
+    # quantum. Each destination has values of one magnitude, so that another's quantum would show.
+    rng = np.random.default_rng(16)
+    indices = np.arange(60) % 6
+    exponents = np.where(indices == 0, 0, np.where(indices == 1, -width, rng.integers(-width, 1, 60)))
+    values = (rng.uniform(1, 2, 60) * rng.choice([-1, 1], 60) * np.exp2(exponents)).astype(dtype)
+    given = {"shape": (6,), "indices": indices, "values": values, "axis": 0}
+    assert raw(run("take_along_axis_backward", **given)) == raw(reference("take_along_axis_backward", **given))
+
+
 def test_a_broken_promise_takes_one_of_the_sources():
     indices, values = np.array([1, 1, 0]), np.array([2, 5, 3], np.float32)
     out = run("take_along_axis_backward", shape=(4,), indices=indices, values=values, axis=0, unique=True)

@@ -17,10 +17,21 @@ from isograd.gather.numba_steps import (
     total,
 )
 from isograd.numerics.numba_compile import device_function, kernel
-from isograd.numerics.numba_memory import LANES, keep_alive, load, pointer, row_offset, store, work_zero
+from isograd.numerics.numba_memory import (
+    LANES,
+    keep_alive,
+    load,
+    pointer,
+    prefetch_read,
+    row_offset,
+    store,
+    work_zero,
+)
 from isograd.numerics.numba_ops import magnitude_key
 from isograd.numerics.numba_storage import narrow, widen
 from isograd.numerics.numba_sum import is_finite_key
+
+AHEAD = 64  # elements that are asked for before they are copied
 
 
 # --- indices ---------------------------------------------------------------------------------------------------------
@@ -60,22 +71,42 @@ def _from_front(index, size):
 
 
 @device_function
-def _gather_row(x, xo, x_stride, indices, io, i_stride, v, vo, v_stride, n, size, axis_stride):
-    if i_stride == 0:
-        xo += _from_front(load(indices, io), size) * axis_stride
-        if x_stride == 1 and v_stride == 1:
-            for j in range(n):
-                store(v, vo + j, load(x, xo + j))
-        else:
-            for j in range(n):
-                store(v, vo + j * v_stride, load(x, xo + j * x_stride))
-    elif i_stride == 1 and v_stride == 1 and axis_stride == 1 and x_stride == 0:
+def _prefetch_elements(x, xo, indices, io, n):
+    """Ask for n elements of x; an index that is counted from the end asks for a wrong one, which costs time only."""
+    for j in range(n):
+        prefetch_read(x, xo + np.int64(load(indices, io + j)), 1, 1)
+
+
+@device_function
+def _gather_elements(x, xo, x_stride, indices, io, i_stride, v, vo, v_stride, n, size, axis_stride):
+    # The indices were checked, but a loop that may end early is not made of the processor's gather instructions, which
+    # are slower where elements come from far away; and it is safe should another thread change an index.
+    for j in range(n):
+        d = np.int64(load(indices, io + j * i_stride))
+        if np.uint64(d) >= np.uint64(size):
+            d += size
+            if np.uint64(d) >= np.uint64(size):
+                break
+        store(v, vo + j * v_stride, load(x, xo + j * x_stride + d * axis_stride))
+
+
+@device_function
+def _gather_contiguous(x, xo, indices, io, v, vo, n, size):
+    for j in range(0, n, AHEAD):
+        rest = n - j - AHEAD
+        if rest > 0:
+            _prefetch_elements(x, xo, indices, io + j + AHEAD, min(rest, AHEAD))
+        _gather_elements(x, xo, 0, indices, io + j, 1, v, vo + j, 1, min(n - j, AHEAD), size, 1)
+
+
+@device_function
+def _copy_row(x, xo, x_stride, v, vo, v_stride, n):
+    if x_stride == 1 and v_stride == 1:
         for j in range(n):
-            store(v, vo + j, load(x, xo + _from_front(load(indices, io + j), size)))
+            store(v, vo + j, load(x, xo + j))
     else:
         for j in range(n):
-            d = _from_front(load(indices, io + j * i_stride), size)
-            store(v, vo + j * v_stride, load(x, xo + j * x_stride + d * axis_stride))
+            store(v, vo + j * v_stride, load(x, xo + j * x_stride))
 
 
 @kernel
@@ -88,6 +119,8 @@ def gather(
     `like` is an integer of the elements' size. Where the indices have stride 0, a row has one index.
     """
     x, v, indices = pointer(x_address, like), pointer(v_address, like), pointer(indices_address, index_like)
+    contiguous = i_stride == 1 and v_stride == 1 and axis_stride == 1 and x_stride == 0
+    ahead = AHEAD // n if contiguous and cut == 0 else 0  # rows
     row = start
     while row < stop:
         major = row // run
@@ -96,10 +129,16 @@ def gather(
         xo, io, vo, _ = row_offsets(major, shape, x_strides, i_strides, v_strides, v_strides)
         for r in range(first, last):
             count = min(n - r * cut, cut) if cut else n
-            _gather_row(
-                x, xo + r * x_step, x_stride, indices, io + r * i_step, i_stride, v, vo + r * v_step, v_stride, count,
-                size, axis_stride,
-            )  # fmt: skip
+            xr, ir, vr = xo + r * x_step, io + r * i_step, vo + r * v_step
+            if contiguous:
+                if ahead and r + ahead < last:
+                    _prefetch_elements(x, xr + ahead * x_step, indices, ir + ahead * i_step, n)
+                _gather_contiguous(x, xr, indices, ir, v, vr, count, size)
+            elif i_stride == 0:
+                d = _from_front(load(indices, ir), size)
+                _copy_row(x, xr + d * axis_stride, x_stride, v, vr, v_stride, count)
+            else:
+                _gather_elements(x, xr, x_stride, indices, ir, i_stride, v, vr, v_stride, count, size, axis_stride)
         row += last - first
 
 
