@@ -441,12 +441,12 @@ def test_distinct_indices_have_the_same_bits_when_they_are_promised(dtype):
 @pytest.mark.parametrize("width", [15, 20, 21, 22, 23, 30, 34, 35, 36, 37, 38, 50])
 def test_a_dense_line_takes_one_quantum_only_where_that_is_exact(width, dtype):
     # Up to 21 (36) places between the largest and the smallest value all of them are multiples of the largest's
-    # quantum. Each destination has values of one magnitude, so that another's quantum would show.
+    # quantum. One destination has the largest value and the others the smallest ones, in which its quantum would show.
     rng = np.random.default_rng(16)
-    indices = np.arange(60) % 6
-    exponents = np.where(indices == 0, 0, np.where(indices == 1, -width, rng.integers(-width, 1, 60)))
-    values = (rng.uniform(1, 2, 60) * rng.choice([-1, 1], 60) * np.exp2(exponents)).astype(dtype)
-    given = {"shape": (6,), "indices": indices, "values": values, "axis": 0}
+    indices = np.arange(1200) % 600
+    exponents = np.where(indices == 0, 0, -width)
+    values = (rng.uniform(1, 2, 1200) * np.exp2(exponents)).astype(dtype)
+    given = {"shape": (600,), "indices": indices, "values": values, "axis": 0}
     assert raw(run("take_along_axis_backward", **given)) == raw(reference("take_along_axis_backward", **given))
 
 
