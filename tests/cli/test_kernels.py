@@ -6,9 +6,9 @@ import sys
 
 import isograd as ig
 from isograd.cli.progress import Activity, message_console
+from isograd.cli.suites import SUITES
 from isograd.numerics.numba_compile import kernel as compiled
-from isograd.plan import DTYPES
-from isograd.softmax.plans import KINDS, NumbaSoftmax
+from isograd.softmax.plans import NumbaSoftmax
 
 
 def test_table(cli):
@@ -20,8 +20,7 @@ def test_table(cli):
 
 def test_json(cli):
     rows = json.loads(cli("kernels", "--json").stdout)["kernels"]
-    operations = [*KINDS, *(f"{kind}_backward" for kind in KINDS)]
-    expected = [(operation, dtype) for operation in operations for dtype in DTYPES]
+    expected = [(operation, dtype) for operation, suite in SUITES.items() for dtype in suite.dtypes]
     assert [(r["operation"], r["dtype"]) for r in rows if r["device"] == "cpu"] == expected
     row = rows[0]
     assert row.keys() == {

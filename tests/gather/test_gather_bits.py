@@ -279,6 +279,18 @@ def test_more_sources_than_an_int64_holds(shape, dtype):
     assert raw(out) == raw(expected)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("shape", [(40,), (40_000,), (4, 8)], ids=["dense line", "sparse line", "rows"])
+def test_many_terms_of_one_sign(shape, dtype):
+    # From 257 on the upper part of a binary64 sum is no binary64 number any more.
+    rng = np.random.default_rng(17)
+    for count in (255, 256, 257, 600, 3000):
+        for _ in range(3):
+            values = rng.uniform(1, 2, (count, *shape[1:])).astype(dtype)
+            given = {"shape": shape, "indices": np.full(count, 2), "values": values}
+            assert raw(run("index_sum", **given)) == raw(reference("index_sum", **given)), count
+
+
 # --- one result, however sources and work are cut -------------------------------------------------------------------
 def permuted(given, order):
     return {**given, "indices": given["indices"][order], "values": given["values"][order]}
