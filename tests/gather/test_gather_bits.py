@@ -398,6 +398,17 @@ def test_special_values_reach_their_own_destination_only(n, others, dtype):
 
 
 @each_dtype
+@each_sum
+@pytest.mark.parametrize("others", [(), (16,)], ids=["line", "rows"])
+def test_a_negative_zero_alone_sums_to_a_positive_one(others, operation, dtype):
+    for n in (3, 100):
+        rows = operation.startswith("index_sum")
+        values, x = np.full((1, *others), -0.0, dtype), np.full((n, *others), -0.0, dtype)
+        out = run(operation, shape=x.shape, indices=np.ones((1,) if rows else values.shape, int), values=values, x=x)
+        assert raw(out[1]) == raw(np.zeros(others, dtype))
+
+
+@each_dtype
 def test_one_column_alone_is_not_finite(dtype):
     values = np.ones((3, 20), dtype)
     values[1, 7] = np.nan
