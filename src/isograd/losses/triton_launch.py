@@ -147,7 +147,7 @@ def _describe(
         elif name not in arguments or (name == "targets" and not descriptor.by_index):
             strides.append((0,) * x.dim())
         else:
-            strides.append(_inserted((state[0] if name == "state" else arguments[name]).stride(), axis))
+            strides.append(_inserted(arguments[name].stride()[1 if name == "state" else 0 :], axis))
     part = 0 if state is None else state.stride(0)
     return _problem(descriptor, tuple(strides), part, x.element_size(), architecture(x), config)
 
@@ -266,8 +266,8 @@ def cross_entropy(descriptor: _CrossEntropy, arguments: Mapping[str, Any], confi
     common = (x, y, index, constants if weight is None else weight.contiguous(), constants)
     if descriptor.operation == "cross_entropy_backward":
         problem = _describe(descriptor, arguments, _BACKWARD, config)
-        tensors = (*common, arguments["dlosses"], arguments["state"], arguments["dlogits"], flag)
-        launch(kernels.backward, tensors, _backward, problem)
+        given = (arguments["dlosses"], arguments["state"], arguments["dlogits"])
+        launch(kernels.backward, (*common, *given, flag), _backward, problem)
     else:
         fused = descriptor.operation == "cross_entropy_gradient"
         losses = arguments["losses"]
