@@ -1,6 +1,6 @@
 """Train a small mixture-of-experts character model on the text of Python's own help pages.
 
-    python examples/train_lm.py --steps 400 --device cuda --seed 1
+    python examples/train_lm.py --steps 600 --device cuda --seed 1
 
 Attention's softmax, the router, the way of the tokens to their experts and back, the embeddings and the loss run on
 isograd: every sum over repeated indices has the same bits on every run. Matrix products are torch's, so the digest of
@@ -163,7 +163,7 @@ def train(steps: int, device: str, seed: int, console: Console) -> tuple[Model, 
 
 
 def main(
-    steps: Annotated[int, typer.Option(min=0, help="Training steps.")] = 400,
+    steps: Annotated[int, typer.Option(min=0, help="Training steps.")] = 600,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:<number>.")] = "cpu",
     seed: Annotated[int, typer.Option(min=0, help="Of the weights, the batches and the sample.")] = 0,
 ) -> None:
