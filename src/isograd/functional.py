@@ -32,7 +32,8 @@ def _selected(plan_type: Any, descriptor: Descriptor, device: str, generation: i
 
 def plan(plan_type: type[P], descriptor: Descriptor, device: str = "cpu") -> P:
     """The plan for a descriptor, selected once. Its fields have to be hashable and plain: see `integer`."""
-    selected: P = _selected(plan_type, descriptor, device, registry.generation())
+    key: Any = plan_type
+    selected: P = _selected(key, descriptor, device, registry.generation())
     return selected
 
 
@@ -91,10 +92,13 @@ def run(plan: Plan, **arguments: Any) -> Any:
                 "torch.no_grad() or detach()"
             )
     plan.run(**arguments)
-    written = [arguments[name] for name in plan.outputs]
-    if encoder.recordings:
-        written = [encoder.result(plan.sku.op, a) if isinstance(a, np.ndarray) else a for a in written]
+    written = [promised(plan.sku.op, arguments[name]) for name in plan.outputs]
     return written[0] if len(written) == 1 else tuple(written)
+
+
+def promised(operation: str, result: Any) -> Any:
+    """What a functional call returns for a result: a promise of it where the call was recorded."""
+    return encoder.result(operation, result) if encoder.recordings and isinstance(result, np.ndarray) else result
 
 
 # --- views of arrays of either kind ----------------------------------------------------------------------------------
@@ -123,7 +127,7 @@ def permuted(array: Any, order: tuple[int, ...]) -> Any:
 
 
 def reshaped(operation: str, argument: str, array: Any, shape: tuple[int, ...]) -> Any:
-    """The array in another shape, copied if its strides allow no view; a recording, which may not copy, refuses that."""
+    """The array in another shape, copied if its strides allow no view; a recording may not copy and refuses that."""
     if array.shape == shape:
         return array
     with unguarded():
