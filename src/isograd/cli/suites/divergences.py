@@ -245,7 +245,8 @@ def _layout(case: Case) -> Iterator[Change]:
 
     def backwards(a: Array) -> Array:
         step: Any = (..., *(slice(None, None, -1),) * a.ndim)
-        return np.asarray(np.array(a[step], order="C")[step])
+        reversed_memory: Array = np.array(a[step], order="C")[step]
+        return reversed_memory
 
     def transposed(a: Array) -> Array:
         return np.array(a, order="F")
