@@ -14,7 +14,8 @@ from unittest import mock
 import numpy as np
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "softmax")]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "softmax"))
 import interpreter_patches
 import router_problems as problems
 
@@ -22,7 +23,7 @@ from isograd import IndexOutOfRangeError, check
 from isograd.arrays import numpy_dtype
 from isograd.cli.suites.common import Case
 from isograd.cli.suites.router import SUITES
-from isograd.router import triton_kernels, triton_launch
+from isograd.router import triton_kernels
 from isograd.router.cuda import TritonRouter
 
 FLAVOURS = problems.FLAVOURS
@@ -67,7 +68,8 @@ def random_problems(operation: str) -> Iterator[tuple[str, bool]]:
             rng = np.random.default_rng(seed)
             flavour = FLAVOURS[seed % len(FLAVOURS)]
             case = problems.problem(operation, rng, dtype, flavour)
-            what = f"{operation} {dtype} {flavour} seed {seed} { {n: a.shape for n, a in case.inputs.items()} } {case.options}"
+            shapes = {name: a.shape for name, a in case.inputs.items()}
+            what = f"{operation} {dtype} {flavour} seed {seed} {shapes} {case.options}"
             yield what, agree(operation, case, dtype, seed % 3)
 
 
@@ -77,7 +79,12 @@ def separated() -> Iterator[tuple[str, bool]]:
     choose = triton_kernels._choose
     for dtype in ("bfloat16", "float16", "float32"):
         for seed, (n, k, options) in enumerate(
-            [(128, 8, {}), (200, 1, {"renormalize": True}), (256, 8, {"renormalize": True, "scale": 2.5}), (300, 31, {})]
+            [
+                (128, 8, {}),
+                (200, 1, {"renormalize": True}),
+                (256, 8, {"renormalize": True, "scale": 2.5}),
+                (300, 31, {}),
+            ]
         ):
             rng = np.random.default_rng(seed)
             x = 3 * rng.standard_normal((9, n))
@@ -98,8 +105,8 @@ def separated() -> Iterator[tuple[str, bool]]:
                 with mock.patch.object(triton_kernels, "_choose", general):
                     right = agree("moe_router", case, dtype)
                 way = bool(taken)
-                expected_way = {"apart": False, "close": dtype == "float32", "special": True}.get(flavour)
-                if n == 300 or (k > 8 and flavour == "apart"):  # chance, or four of one thread
+                expected_way = {"apart": False, "close": True, "special": True}.get(flavour)
+                if k == 31 or (k == 1 and flavour == "close"):  # a matter of chance
                     expected_way = None
                 yield f"separated {dtype} {n} {k} {flavour} general {way}", right and expected_way in (None, way)
 
@@ -128,9 +135,7 @@ def blocks() -> Iterator[tuple[str, bool]]:
             case = Case("", {"expert_out": rows, "weights": weights, "order": order})
             yield f"combine {dtype} {flavour}", agree("moe_combine", case, dtype)
             wide = problems.values(rng, flavour, (2, 5000), dtype)
-            case = Case(
-                "", {"dy": wide[:1], "expert_out": wide, "weights": weights[:1, :2], "order": np.array([1, 0])}
-            )
+            case = Case("", {"dy": wide[:1], "expert_out": wide, "weights": weights[:1, :2], "order": np.array([1, 0])})
             yield f"combine_backward {dtype} {flavour}", agree("moe_combine_backward", case, dtype)
             for operation in ("renormalize", "router_z_loss"):
                 name = "w" if operation == "renormalize" else "logits"
@@ -184,9 +189,7 @@ def faults() -> Iterator[tuple[str, bool]]:
     expected[2] = np.nan
     yield what, right and np.array_equal(y, expected, equal_nan=True)
     # Entry 4 of token 2 is missing.
-    what, right, (y,) = fault(
-        "moe_combine", Case("", {"expert_out": rows, "weights": work, "order": order}), said
-    )
+    what, right, (y,) = fault("moe_combine", Case("", {"expert_out": rows, "weights": work, "order": order}), said)
     yield what, right and np.isnan(y).any(axis=1).tolist() == [False, False, True, False]
     inputs = {"dy": rows[:4], "expert_out": rows, "weights": work, "order": order}
     what, right, (dx, dw) = fault("moe_combine_backward", Case("", inputs), said)
@@ -207,7 +210,6 @@ def main() -> None:
             wrong += 1
             print(what, file=sys.stderr)
     print(cases, wrong)
-    assert triton_launch is not None
 
 
 if __name__ == "__main__":
