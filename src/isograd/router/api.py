@@ -177,6 +177,7 @@ def moe_router_backward(
 
     dweights: [..., k] in the work type; logits: [..., E]; experts: [..., k] as chosen, int32, int64 or uint32; the
     other arguments as given to `moe_router`. The result has the shape and dtype of the logits.
+    A token's experts are distinct, as `moe_router` returns them; what one that occurs twice gets is not specified.
     """
     name = "moe_router_backward"
     (dweights, logits, experts), restore = functional.inputs(name, dweights=dweights, logits=logits, experts=experts)

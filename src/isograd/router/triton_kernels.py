@@ -146,7 +146,7 @@ def router_separated(
     V: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Softmax scores of rows of at most BLOCK experts, without bias and groups, K < BLOCK // GROUP.
+    """Softmax scores of rows of at most BLOCK experts, without bias and groups; K < BLOCK // GROUP.
 
     The largest logits are the largest scores unless they are close to one another. Scores are computed of the chosen
     experts alone. Where that does not hold the program starts again and takes the scores of all.
@@ -154,35 +154,32 @@ def router_separated(
     row = _rows(ROWS)
     column = pieces.columns(BLOCK, GROUP, V)
     x = _load_tile(x_ptr, row, column, tokens, n, x_row, x_column, float("-inf"), NATIVE)
-    found, bad = pieces.select_separated(pieces.pack(x, column, LOW), K, LOW, EXACT)
-    m, valid, base, floor, bias, hi, lo = pieces.row_factors(x, NATIVE)
-    r, r_low = rows.softmax_factors(hi, lo, valid, False, False, False, tl.float32)
+    packed = pieces.pack(x, column, LOW)
+    found, last, close, spent = pieces.select_separated(packed, K, LOW, EXACT)
+    _, _, m, valid, base, floor, bias, hi, lo = pieces.exponentials(x, NATIVE)
+    r, r_low = pieces.factors(hi, lo, valid, tl.float32)
     where = pieces.unpack_column(found, LOW)
     lane = tl.arange(0, BLOCK // GROUP)[:, None]
     inside = (row < tokens)[None, :] & (lane < K) & (where < n)
     pointers = x_ptr + (row * x_row)[None, :] + where.to(tl.int64) * x_column
     chosen = ops.widen(tl.load(pointers, mask=inside, other=float("-inf")), False)
-    w = pieces.quotients(
-        chosen,
-        m[None, :],
-        valid[None, :],
-        base[None, :],
-        floor[None, :],
-        bias[None, :],
-        r[None, :],
-        r_low[None, :],
-        NATIVE,
-    )
+    e, error = rows.exponential(chosen, base[None, :], floor[None, :], bias[None, :], False)
+    w = pieces.quotients(e, error, chosen, m[None, :], tl.zeros_like(e) + r[None, :], r_low[None, :])
     # A score of zero or nearly so says nothing about the order; a NaN is not above the limit either.
     small = inside & ((w >= 7.888609052210118e-31) == 0)
-    bad = tl.maximum(bad, tl.max(small.to(tl.int32), axis=0))
-    if tl.max(tl.where(row < tokens, bad, 0), axis=0) == 0:
-        w = _finished(w, K, RENORMALIZE, SCALED, SCALE)
-        _store_chosen(w_ptr, i_ptr, w, where, row, tokens, K, w_row, w_column, i_row, i_column)
+    close = tl.where(row < tokens, tl.maximum(close, tl.max(small.to(tl.int32), axis=0)), 0)
+    if tl.max(tl.maximum(close, spent), axis=0) == 0:
+        y = _finished(w, K, RENORMALIZE, SCALED, SCALE)
+        _store_chosen(w_ptr, i_ptr, y, where, row, tokens, K, w_row, w_column, i_row, i_column)
     else:
-        w, where = _choose(x, column, x_ptr, n, K, 1, 1, 0, LANES, 1, True, False, NATIVE)
-        w = _finished(w, K, RENORMALIZE, SCALED, SCALE)
-        _store_chosen(w_ptr, i_ptr, w, where, row, tokens, K, w_row, w_column, i_row, i_column)
+        more = (pieces.count_from(packed, last) != K + 1).to(tl.int32)
+        if tl.max(tl.maximum(close, tl.where(row < tokens, more, 0)), axis=0) == 0:
+            y = _finished(w, K, RENORMALIZE, SCALED, SCALE)
+            _store_chosen(w_ptr, i_ptr, y, where, row, tokens, K, w_row, w_column, i_row, i_column)
+        else:
+            s, at = _choose(x, column, x_ptr, n, K, 1, 1, 0, LANES, 1, True, False, NATIVE)
+            s = _finished(s, K, RENORMALIZE, SCALED, SCALE)
+            _store_chosen(w_ptr, i_ptr, s, at, row, tokens, K, w_row, w_column, i_row, i_column)
 
 
 @triton.jit
@@ -234,20 +231,10 @@ def router_backward(
     chosen = tl.load(x_ptr + row[None, :] * x_row + expert * x_column, mask=inside, other=float("-inf"))
     chosen = ops.widen(chosen, False)
     if SOFTMAX:
-        wide: tl.constexpr = x.dtype == tl.float64
-        m, valid, base, floor, bias, hi, lo = pieces.row_factors(x, NATIVE)
-        r, r_low = rows.softmax_factors(hi, lo, valid, False, False, wide, x.dtype)
-        y = pieces.quotients(
-            chosen,
-            m[None, :],
-            valid[None, :],
-            base[None, :],
-            floor[None, :],
-            bias[None, :],
-            r[None, :],
-            r_low[None, :],
-            False,
-        )
+        e, error, m, valid, base, floor, bias, hi, lo = pieces.exponentials(x, NATIVE)
+        r, r_low = pieces.factors(hi, lo, valid, x.dtype)
+        e_i, error_i = rows.exponential(chosen, base[None, :], floor[None, :], bias[None, :], False)
+        y = pieces.quotients(e_i, error_i, chosen, m[None, :], tl.zeros_like(e_i) + r[None, :], r_low[None, :])
     else:
         y = pieces.sigmoid(chosen)
     y = tl.where(inside, y, 0.0)
@@ -259,10 +246,7 @@ def router_backward(
     pointers = out_ptr + pieces.broad(row * out_row) + column.to(tl.int64) * out_column
     if SOFTMAX:
         total = pieces.lane_sum(y * g)
-        e, _ = rows.exponential(x, pieces.broad(base), pieces.broad(floor), pieces.broad(bias), False)
-        e = rows.mark_largest(e, x, pieces.broad(m), False, NATIVE)
-        largest = rows.largest_output(m, base, floor, bias, r, r_low, valid, False)
-        s = rows.softmax_output(e, pieces.broad(r), pieces.broad(r_low), pieces.broad(largest), False)
+        s = pieces.quotients(e, error, x, pieces.broad(m), tl.zeros_like(x) + pieces.broad(r), pieces.broad(r_low))
         rest = tl.where(spoilt, float("nan"), tl.sum(0.0 - total, axis=0))
         tl.store(pointers, ops.narrow(s * pieces.broad(rest), dtype, NATIVE), mask=mask)
         dx = y * (g - total)

@@ -37,14 +37,17 @@ class Tile(NamedTuple):
         return self.block, self.rows, self.group, self.vector
 
 
-def tile(n: int, itemsize: int) -> Tile:
-    """The tile for rows of n elements, each of them held by the threads of a warp, long ones by several warps."""
+def tile(n: int, itemsize: int, least: int = 1) -> Tile:
+    """The tile for rows of n elements, each held by `least` or more threads of a warp, long ones by several warps.
+
+    What is done for a row as a whole is done by every one of its threads, so few of them cost the fewest instructions.
+    """
     block = power_of_two(n)
-    if block <= 32:
-        return Tile(block, max(128 // block, 1), 1, 1, 4)
     if block <= 1024:
-        group = block // 32
-        return Tile(block, 8 if block <= 256 else 4, group, min(16 // itemsize, group), 4)
+        threads = min(max(block // (16 if itemsize < 8 else 8), least, 4), 32, block)
+        group = block // threads
+        slots = 128 // threads  # rows that four warps hold at a time
+        return Tile(block, min(slots * max(8 // group, 1), 256), group, min(16 // itemsize, group), 4)
     return Tile(block, 1, 16, 16 // itemsize, block // 512)
 
 
@@ -94,8 +97,9 @@ class RouterConfiguration(NamedTuple):
 
 def router_configuration(n: int, k: int, itemsize: int, plain: bool) -> RouterConfiguration:
     """The rule; plain: softmax scores without bias and groups."""
-    chosen = tile(n, itemsize)
-    separated = plain and itemsize < 8 and 128 <= chosen.block <= 1024 and k < n and k <= _MOST_SEPARATED
+    separated = plain and itemsize < 8 and 64 <= power_of_two(n) <= 1024 and k < n and k <= _MOST_SEPARATED
+    chosen = tile(n, itemsize, power_of_two(k + 1) if separated else 1)
+    separated = separated and chosen.group >= 4
     return RouterConfiguration(chosen, separated)
 
 
@@ -196,7 +200,9 @@ class _Backward(NamedTuple):
 
 @kept
 def _router_backward(p: _Backward) -> Launcher:
-    flags = (power_of_two(p.k), p.softmax, p.renormalize, *p.scale, *p.tile.fixed, p.native)
+    # As many lanes as the tile has threads a row, where they suffice: both then have the same threads.
+    lanes = max(power_of_two(p.k), p.tile.block // p.tile.group)
+    flags = (lanes, p.softmax, p.renormalize, *p.scale, *p.tile.fixed, p.native)
     tail = (p.tokens, p.n, p.k, p.code, *p.strides, *flags)
     specification = Specification(tail, _programs(p.tokens, p.tile.rows), p.tile.warps)
     return Launcher(triton_kernels.router_backward, specification)

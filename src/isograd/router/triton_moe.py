@@ -296,7 +296,7 @@ def z_loss_rows(
     pointers = x_ptr + pieces.broad(row * x_row) + column.to(tl.int64) * x_column
     x = ops.widen(tl.load(pointers, mask=mask, other=float("-inf")), NATIVE)
     wide: tl.constexpr = x.dtype == tl.float64
-    m, valid, base, floor, bias, hi, lo = pieces.row_factors(x, NATIVE)
+    e, error, m, valid, base, floor, bias, hi, lo = pieces.exponentials(x, NATIVE)
     top, middle, low = rows.log_sum(
         hi, lo, m, base, floor, bias, valid, False, False, wide, x.dtype, NATIVE
     )  # fmt: skip
@@ -304,11 +304,8 @@ def z_loss_rows(
     if BACKWARD:
         count = tl.zeros((ROWS,), x.dtype) + wide_int(tokens).to(x.dtype)
         factor = ops.divide((lse + lse) * tl.load(dloss_ptr), count)
-        r, r_low = rows.softmax_factors(hi, lo, valid, False, False, wide, x.dtype)
-        e, _ = rows.exponential(x, pieces.broad(base), pieces.broad(floor), pieces.broad(bias), False)
-        e = rows.mark_largest(e, x, pieces.broad(m), False, NATIVE)
-        largest = rows.largest_output(m, base, floor, bias, r, r_low, valid, False)
-        p = rows.softmax_output(e, pieces.broad(r), pieces.broad(r_low), pieces.broad(largest), False)
+        r, r_low = pieces.factors(hi, lo, valid, x.dtype)
+        p = pieces.quotients(e, error, x, pieces.broad(m), tl.zeros_like(x) + pieces.broad(r), pieces.broad(r_low))
         y = ops.narrow(pieces.broad(factor) * p, out_ptr.dtype.element_ty, NATIVE)
         tl.store(out_ptr + pieces.broad(row * out_row) + column.to(tl.int64) * out_column, y, mask=mask)
     else:

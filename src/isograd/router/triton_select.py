@@ -17,6 +17,7 @@ from isograd.softmax import triton_rows as rows
 LOWEST_32, LOWEST_64 = tl.constexpr(-0x80000000), tl.constexpr(-0x8000000000000000)
 _FAR = tl.constexpr(0x7FFFFFFF)
 _MAGIC_BITS_32 = ops.MAGIC_BITS_32
+_DOWN_64 = tl.constexpr(2.0**-512)
 
 
 @triton.jit
@@ -69,10 +70,11 @@ def sigmoid(x):
 
 
 @triton.jit
-def row_factors(x, NATIVE: tl.constexpr):
-    """What the softmax of a tile's rows needs besides its elements: (m, valid, base, floor, bias, hi, lo).
+def exponentials(x, NATIVE: tl.constexpr):
+    """The exponentials of a tile, and what the softmax of its rows needs besides them.
 
-    (hi, lo) is the exact sum of the exponentials; binary32 has it in lo alone.
+    (e, error, m, valid, base, floor, bias, hi, lo): the scaled exponentials and their rounding errors; the rows'
+    maxima, whether they are finite and what follows from them; the exact sums, for binary32 in lo alone.
     """
     key = tl.max(ops.max_key(rows.thread_maximum(x)), axis=0)
     m = ops.from_key(key)
@@ -95,28 +97,32 @@ def row_factors(x, NATIVE: tl.constexpr):
         high, low = rows.exponential_sums(high, low, False, False)
         lo = rows.narrow_sum(high, low)
         hi = lo
-    return m, ops.is_finite(m), base, floor, bias, hi, lo
+    return e, error, m, ops.is_finite(m), base, floor, bias, hi, lo
 
 
 @triton.jit
-def quotients(x, m, valid, base, floor, bias, r, r_low, NATIVE: tl.constexpr):
-    """Softmax of elements whose rows' constants have a shape that broadcasts to theirs."""
-    e, _ = rows.exponential(x, base, floor, bias, False)
-    largest = rows.largest_output(m, base, floor, bias, r, r_low, valid, False)
-    return rows.softmax_output(rows.mark_largest(e, x, m, False, NATIVE), r, r_low, largest, False)
+def factors(hi, lo, valid, dtype: tl.constexpr):
+    """1 / sum of the exponentials of rows as a pair, NaN where a row has no finite maximum."""
+    return rows.softmax_factors(hi, lo, valid, False, False, dtype == tl.float64, dtype)
+
+
+@triton.jit
+def quotients(e, error, x, m, r, r_low):
+    """Softmax from exponentials; the row's largest carry their rounding error. m and r_low broadcast to the others."""
+    low = e * r_low
+    y = tl.fma(e, r, tl.where(x == m, tl.fma(error, r, low), low))
+    if x.dtype == tl.float64:
+        y *= _DOWN_64
+    return y
 
 
 @triton.jit
 def scores(x, SOFTMAX: tl.constexpr, NATIVE: tl.constexpr):
     """The scores of a tile; padding is -inf."""
     if SOFTMAX:
-        wide: tl.constexpr = x.dtype == tl.float64
-        m, valid, base, floor, bias, hi, lo = row_factors(x, NATIVE)
-        r, r_low = rows.softmax_factors(hi, lo, valid, False, False, wide, x.dtype)
-        e, _ = rows.exponential(x, broad(base), broad(floor), broad(bias), False)
-        largest = rows.largest_output(m, base, floor, bias, r, r_low, valid, False)
-        e = rows.mark_largest(e, x, broad(m), False, NATIVE)
-        return rows.softmax_output(e, broad(r), broad(r_low), broad(largest), False)
+        e, error, m, valid, _, _, _, hi, lo = exponentials(x, NATIVE)
+        r, r_low = factors(hi, lo, valid, x.dtype)
+        return quotients(e, error, x, broad(m), tl.zeros_like(x) + broad(r), broad(r_low))
     else:
         return sigmoid(x)
 
@@ -235,40 +241,64 @@ def unpack_column(packed, LOW: tl.constexpr):
 
 @triton.jit
 def select_separated(packed, K: tl.constexpr, LOW: tl.constexpr, EXACT: tl.constexpr):
-    """([q, rows] the K + 1 largest packed integers in the first lanes, rows whose order they may not tell).
+    """The K + 1 largest packed integers of each row, and doubts about their order.
 
-    An order of float32 logits is that of their softmax where neighbours are at least 2^-18 apart, which is far more
-    than the softmax's error. Where a logit is known from its leading bits (EXACT), equal ones are in order as well.
+    ([q, rows] the largest in the lanes in order, [rows] the last of them, rows whose logits do not tell their order,
+    rows in which a thread may have had more of them than it gave).
+
+    The order of logits is that of their softmax where neighbours are at least 2^-18 apart, which is far more than the
+    softmax's error. Where a logit is known from its leading bits (EXACT), equal ones are in order as well.
     """
     a, b, c, d = heads(packed)
     lane = tl.arange(0, packed.shape[0])[:, None]
     found = tl.zeros(a.shape, tl.int32)
-    after = tl.zeros(a.shape, tl.int32)
-    for i in tl.static_range(K + 1):
+    for i in tl.static_range(K):
         best = tl.max(a, axis=0)[None, :]
         won = a == best
         found = tl.where(lane == i, best, found)
-        if i > 0:
-            after = tl.where(lane == i - 1, best, after)
         a, b, c, d = tl.where(won, b, a), tl.where(won, c, b), tl.where(won, d, c), tl.where(won, LOWEST_32, d)
+    last = tl.max(a, axis=0)
+    found = tl.where(lane == K, last[None, :], found)
+    following = tl.where(lane < K, lane + 1, 0) + tl.zeros_like(found)
+    after = tl.gather(found, following, 0)
     low: tl.constexpr = (1 << LOW) - 1
     apart = (ops.from_key(found & ~low) - ops.from_key(after | low)) >= 0.000003814697265625
     if EXACT:
         apart = apart | (((found ^ after) & ~low) == 0)
-    # A thread that has given four may have had a fifth.
-    bad = ((lane < K) & (apart == 0)) | (a == LOWEST_32)
-    return found, tl.max(bad.to(tl.int32), axis=0)
+    close = ((lane < K) & (apart == 0)).to(tl.int32)
+    return found, last, tl.max(close, axis=0), tl.max((a == LOWEST_32).to(tl.int32), axis=0)
+
+
+@triton.jit
+def count_from(packed, last):
+    """How many of each row's packed integers are not below `last`."""
+    reached = (packed >= broad(last)).to(tl.int32)
+    return tl.sum(tl.sum(tl.sum(reached, axis=3), axis=2), axis=0)
 
 
 # --- sums over the chosen --------------------------------------------------------------------------------------------
+@triton.jit
+def _either(a, b):
+    return a | b
+
+
 @triton.jit
 def lane_sum(p):
     """The order-free sum over the first axis of a tile of two, which stays with size 1."""
     key = tl.max(terms.term_key(p), axis=0)
     exponent, scale, magic, low_scale = sums.term_scale(key)
-    a, b = terms.term_parts(p, scale[None, :], magic[None, :], low_scale[None, :])
-    special = tl.sum(terms.special_terms(p), axis=0)
-    return terms.sum_of_parts(tl.sum(a, axis=0), tl.sum(b, axis=0), exponent, special, key)[None, :]
+    if p.dtype == tl.float32 and p.shape[0] <= 256:
+        # Sums of 256 limbs fit 32 bits, which a warp adds up in one instruction.
+        high, low = sums.split_term_bits(p, scale[None, :], magic[None, :], low_scale[None, :])
+        high = tl.sum(high - ops.as_int(magic)[None, :], axis=0)
+        a = (high.to(tl.int64) << 23) + tl.sum(low - _MAGIC_BITS_32, axis=0).to(tl.int64)
+        b = a
+    else:
+        a, b = terms.term_parts(p, scale[None, :], magic[None, :], low_scale[None, :])
+        a, b = tl.sum(a, axis=0), tl.sum(b, axis=0)
+    mark = tl.reduce(terms.mark_of(terms.special_terms(p)).to(tl.int32), 0, _either)
+    special = tl.where(mark == 1, float("inf"), tl.where(mark == 2, float("-inf"), float("nan")))
+    return terms.sum_of_parts(a, b, exponent, special.to(p.dtype), key)[None, :]
 
 
 @triton.jit

@@ -1,0 +1,128 @@
+"""The router's Triton kernels compile for GPUs that are not there, and keep what they hold in registers."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("triton", reason="needs triton")
+
+sys.path.append(str(Path(__file__).parents[1] / "gather"))
+import compiled_kernels as compiled  # noqa: E402
+
+from isograd.reduction import cuda as reduction  # noqa: E402
+from isograd.router import triton_launch as launch  # noqa: E402
+from isograd.triton_launcher import Launcher  # noqa: E402
+
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+
+
+def kernels_of(target: str, call: Callable[[], Any]) -> dict[str, Any]:
+    """What a call launches, compiled for a target, by the kernels' names; nothing runs."""
+    where = compiled.TARGETS[target]
+    arch = where.arch if where.backend == "cuda" else 0
+    found: dict[str, Any] = {}
+
+    def record(self: Launcher, *tensors: Any) -> None:
+        kernel = compiled._compile(where, self._kernel, tensors, self._specification)
+        found[self._kernel.__name__] = kernel
+
+    with (
+        mock.patch.object(Launcher, "__call__", record),
+        mock.patch.object(launch, "architecture", return_value=arch),
+        mock.patch.object(reduction, "architecture", return_value=arch),
+        mock.patch.object(reduction, "processors", return_value=132),
+    ):
+        call()
+    return found
+
+
+def empty(*shape: int, dtype: str = "float32") -> Any:
+    return torch.empty(shape, dtype=getattr(torch, dtype))
+
+
+def work(dtype: str) -> str:
+    return "float64" if dtype == "float64" else "float32"
+
+
+def forward(dtype: str, n: int = 256, k: int = 8, bias: bool = False, **options: Any) -> Callable[[], None]:
+    x, w, i = empty(512, n, dtype=dtype), empty(512, k, dtype=work(dtype)), empty(512, k, dtype="int64")
+    b = empty(n, dtype=work(dtype)) if bias else None
+    return lambda: launch.moe_router(x, b, w, i, **options)
+
+
+def backward(dtype: str, n: int = 256, k: int = 8, **options: Any) -> Callable[[], None]:
+    x, w, i = empty(512, n, dtype=dtype), empty(512, k, dtype=work(dtype)), empty(512, k, dtype="int64")
+    return lambda: launch.moe_router_backward(w, x, i, torch.empty_like(x), **options)
+
+
+def others(dtype: str) -> dict[str, Callable[[], None]]:
+    x, v, i = empty(512, 256, dtype=dtype), empty(512, 8, dtype=dtype), empty(512, 8, dtype="int64")
+    rows, order, w = empty(4096, 512, dtype=dtype), empty(4096, dtype="int64"), empty(512, 8, dtype=work(dtype))
+    tokens, loss = empty(512, 512, dtype=dtype), torch.empty((), dtype=getattr(torch, work(dtype)))
+    offsets = empty(257, dtype="int64")
+    return {
+        "top_k": lambda: launch.top_k(x, v, i, 1),
+        "renormalize": lambda: launch.renormalize(v, v, 1),
+        "renormalize_backward": lambda: launch.renormalize(v, v, 1, v),
+        "expert_permutation": lambda: launch.expert_permutation(i, order, offsets),
+        "moe_permute": lambda: launch.moe_permute(tokens, order, rows, 8),
+        "moe_combine": lambda: launch.moe_combine("moe_combine", rows, w, order, tokens),
+        "moe_combine_backward": lambda: launch.moe_combine_backward(tokens, rows, w, order, rows, w),
+        "load_balancing_loss": lambda: launch.load_balancing_loss(x, i, loss),
+        "load_balancing_loss_backward": lambda: launch.load_balancing_loss_backward(loss, i, x),
+        "router_z_loss": lambda: launch.router_z_loss(x, loss),
+        "router_z_loss_backward": lambda: launch.router_z_loss_backward(loss, x, x),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_router_on_hopper(dtype: str) -> None:
+    for call, name in ((forward(dtype), "router_separated"), (backward(dtype), "router_backward")):
+        needs = compiled.resources(kernels_of("sm_90", call)[name])
+        assert needs["stack"] == 0
+        assert needs["registers"] <= 128
+        assert needs["shared"] <= 1024
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_routers_compile(target: str, dtype: str) -> None:
+    deepseek = {"softmax": False, "renormalize": True, "groups": 8, "group_k": 4, "scale": 2.5}
+    for call in (forward(dtype), forward(dtype, bias=True, **deepseek), backward(dtype, renormalize=True)):
+        (kernel,) = kernels_of(target, call).values()
+        assert compiled.resources(kernel)["stack"] <= (512 if dtype == "float64" else 64)
+
+
+@pytest.mark.parametrize("n", [8, 64, 1024])
+def test_other_numbers_of_experts_compile(n: int) -> None:
+    for call in (forward("float32", n, 4, renormalize=True), backward("float32", n, 4)):
+        (kernel,) = kernels_of("sm_90", call).values()
+        assert compiled.resources(kernel)["stack"] <= 64
+
+
+@pytest.mark.parametrize(("target", "dtype"), [*((t, "bfloat16") for t in TARGETS), ("sm_90", "float64")])
+def test_the_others_compile(target: str, dtype: str) -> None:
+    for name, call in others(dtype).items():
+        kernels = kernels_of(target, call)
+        assert kernels, name
+        for kernel in kernels.values():
+            assert compiled.resources(kernel)["stack"] <= (128 if dtype == "float64" else 0), name
+
+
+def test_configurations_depend_on_nothing_but_their_arguments() -> None:
+    assert launch.router_configuration(256, 8, 4, True) == launch.router_configuration(256, 8, 4, True)
+    assert launch.router_configuration(256, 8, 4, True).separated
+    assert not launch.router_configuration(256, 8, 8, True).separated
+    assert not launch.router_configuration(256, 8, 4, False).separated
+    assert not launch.router_configuration(8, 2, 4, True).separated
+    for n in (1, 2, 8, 60, 256, 1024, 4096):
+        for size in (2, 4, 8):
+            tile = launch.tile(n, size)
+            assert tile.block >= n
+            assert tile.group % tile.vector == 0
+            assert tile.block % tile.group == 0
