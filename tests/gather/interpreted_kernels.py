@@ -194,6 +194,20 @@ def sum_() -> Iterator[Case]:
     yield from _sum(cases[:1], (None,), launch.SumConfiguration(2, 4, 2, 4, 4, 2, 2, 1))
 
 
+def two() -> Iterator[Case]:
+    """Halfway cases that the quantum decides: below it the smaller term has bits that a plain addition would see."""
+    for dtype, bits_, quantum in (("float32", 23, 44), ("float64", 52, 88)):
+        large = 1 + np.arange(8) * 2.0**-bits_
+        small = 2.0 ** -(bits_ + 1) * (1 + np.array([1, -1, 1, -1, 1, 2, 3, -1]) * 2.0 ** (bits_ - quantum - 1))
+        v = np.stack([large, small, -large, -small]).astype(NUMPY[dtype])
+        indices = np.array([0, 0, 1, 1])
+        out = torch.empty(2, 8, dtype=getattr(torch, dtype))
+        launch.index_sum(to_torch(indices), to_torch(v), out)
+        expected = reference.index_sum((2, 8), indices, v)
+        assert (expected[0] != v[0] + v[1]).any()
+        yield dtype, out, expected
+
+
 def hot() -> Iterator[Case]:
     """Destinations with more than 64 sources."""
     yield from _sum([((4, 3), 200, 0.8), ((3,), 240, 0)], (1,))
@@ -273,7 +287,7 @@ def reduce() -> Iterator[Case]:
     reduction._SHORT_SUM = before
 
 
-SUITES = {f.__name__.rstrip("_"): f for f in (take, scatter, unique, atomics, select, sum_, hot, faults, reduce)}
+SUITES = {f.__name__.rstrip("_"): f for f in (take, scatter, unique, atomics, select, sum_, two, hot, faults, reduce)}
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ CASES = {
     "atomics": 180,
     "select": 16,
     "sum": 156,
+    "two": 2,
     "hot": 36,
     "faults": 12,
     "reduce": 264,
