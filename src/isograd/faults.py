@@ -12,7 +12,7 @@ import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from isograd.errors import IndexOutOfRangeError
+from isograd.errors import IndexOutOfRangeError, RecordingError
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,8 @@ def code(operation: str, argument: str = "indices", negative: bool = True) -> in
 def flag(device: torch.device) -> torch.Tensor:
     """The flag of a device: an int64 tensor of (code or 0, flat position, value, size of the axis).
 
-    It is made on a stream of its own, so that a first use inside a graph's capture does not become part of the graph.
+    Raises RecordingError where the first use of a device is inside the capture of a CUDA graph: memory cannot be
+    allocated there, and kernels are compiled before a capture anyway.
     """
     index = -1 if device.type == "cpu" else device.index
     found = _flags.get(index)
@@ -59,6 +60,11 @@ def _new_flag(device: torch.device, index: int) -> torch.Tensor:
         if index < 0:
             _flags[index] = torch.zeros(4, dtype=torch.int64)
         else:
+            if torch.cuda.is_current_stream_capturing():
+                raise RecordingError(
+                    f"isograd's first call with indices on cuda:{index} is inside a CUDA graph's capture; call it once before"
+                )
+            # On a stream of its own, which is waited for: no other stream may meet the flag before its zeros.
             stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
                 _flags[index] = torch.zeros(4, dtype=torch.int64, device=device)

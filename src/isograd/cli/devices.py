@@ -44,9 +44,9 @@ def _to_cuda(array: Array) -> Any:
 
     # Expanded axes stay expanded; torch has no negative strides, so such an array is copied.
     stored = array[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in array.strides)]
+    host = stored.copy(order="C")  # `ascontiguousarray` would give an array without dimensions one
     if min(_strides(stored), default=0) < 0:
-        stored = np.ascontiguousarray(stored)
-    host = np.ascontiguousarray(stored)
+        stored = host
     if host.dtype == BFLOAT16:
         tensor = torch.from_numpy(host.view(np.int16)).view(torch.bfloat16)
     else:

@@ -52,15 +52,15 @@ def gradient_staged(
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     short: gl.constexpr = dtype.primitive_bitwidth == 16
     line: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, layout))
-    begin, offset = softmax._columns(CTAS, BLOCK, GROUP, V, layout)
+    begin, offset = softmax.columns(CTAS, BLOCK, BLOCK, GROUP, V, layout)
     thread = gl.arange(0, BLOCK // GROUP, layout=gl.SliceLayout(1, line))[:, None]
     block = gl.arange(0, CTAS, layout=gl.SliceLayout(0, line))[None, :]
     none = (thread + block) * 0
     stage = gl.allocate_shared_memory(dtype, [BLOCK // GROUP, CTAS, GROUP // V, V], shared)
     row = gl.program_id(0)
-    softmax._fetch(stage, x_ptr, row, n_rows, x_row, begin, offset, n, MASKED)
+    softmax.fetch(stage, x_ptr, row, n_rows, x_row, begin, offset, n, MASKED)
     exchange.setup(thread + block, CTAS)
-    zero = n_rows >> 31  # which the compiler cannot tell
+    zero = n >> 31  # which the compiler cannot tell
     parity = 0
     while row < n_rows:
         following = row + gl.num_programs(0)
@@ -73,19 +73,21 @@ def gradient_staged(
         g = gl.load(dloss_ptr + (wide_row * dloss_row + none))
         async_copy.wait_group(0)
         x = ops.widen(stage.load(layout), True)
-        softmax._fetch(stage, x_ptr, following, n_rows, x_row, begin, offset, n, MASKED)
+        softmax.fetch(stage, x_ptr, following, n_rows, x_row, begin, offset, n, MASKED)
         if MASKED:
             x = gl.where(begin + offset < n, x, float("-inf"))
 
-        key = ops.max_key(rows.thread_maximum(x))
+        most = rows.thread_maximum(x)
+        key = ops.max_key(most)
         # The logit of the target has arrived before this block tells its maximum.
         key = exchange.maximum(key ^ (zero & ops.as_int(x_target)), parity, CTAS)
         m = ops.from_key(key)
         # A row that is not finite and one whose target is no class are NaN.
         valid = ops.is_finite(m) & (kept == inside)
         base, floor, bias = rows.row_shift(m, short)
+        flag = _broad(rows.largest_flag(most, m, valid, short))
+        found = rows.find_largest(x, _broad(m), flag, _broad(valid), short, True)
         e, error = rows.exponential(x, _broad(base), _broad(floor), _broad(bias), short)
-        marked = rows.mark_largest(e, x, _broad(m), short, True)
         high, low = rows.exponential_terms(e, error, short, False, True)
         high, low = rows.exponential_sums(high, low, short, False)
         if short:
@@ -115,14 +117,14 @@ def gradient_staged(
         gl.store(loss_ptr + wide_row * loss_row + none, ops.narrow(loss, gl.float32, False), (thread + block) == 0)
 
         factor = g * gl.where(valid, factor, float("nan"))
-        dx = ops.narrow(
-            _broad(factor) * rows.softmax_output(marked, _broad(r), _broad(r_low), _broad(largest), short), dtype, True
-        )
+        p = rows.softmax_output(e, found, _broad(r), _broad(r_low), _broad(largest), short, True)
+        dx = ops.narrow(_broad(factor) * p, dtype, True)
         if gl.load(target_ptr + wide_row * target_row).to(gl.int64) == ignore_index:
             dx = gl.full(dx.shape, 0.0, dtype, layout)
-        softmax._put(dx_ptr, row, dx_row, begin, offset, n, dx, MASKED)
+        softmax.put(dx_ptr, row, dx_row, begin, offset, n, dx, MASKED)
         e, _ = rows.exponential(x_target, base, floor, bias, short)
-        p = rows.softmax_output(rows.mark_largest(e, x_target, m, short, False), r, r_low, largest, short)
+        found = rows.find_largest(x_target, m, valid, valid, short, False)
+        p = rows.softmax_output(e, found, r, r_low, largest, short, False)
         at = gl.fma(factor, p, ops.negate(g * own))
         # The target's gradient replaces what the block has just stored there.
         gl.thread_barrier()

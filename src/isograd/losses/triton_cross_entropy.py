@@ -125,8 +125,10 @@ def _gradient(
 ):  # fmt: skip
     """The gradient of a tile; what a row has one of comes as [ROWS], q as a tile."""
     e, _ = rows.exponential(x, _broad(base), _broad(floor), _broad(bias), short)
-    e = rows.mark_largest(e, x, _broad(m), short, NATIVE)
-    p = rows.softmax_output(e, _broad(r), _broad(r_low), _broad(largest), short)
+    every = _broad(tl.full(m.shape, 1, tl.int32))
+    # Rows that are not valid have NaN for their largest quotient.
+    found = rows.find_largest(x, _broad(m), every, _broad(largest == largest), short, NATIVE)
+    p = rows.softmax_output(e, found, _broad(r), _broad(r_low), _broad(largest), short, NATIVE)
     hit = column == _broad(target)
     if MODE == HARD:
         at = tl.fma(_broad(factor), p, _broad(ops.negate(g * own)))

@@ -15,7 +15,7 @@ from isograd.losses import triton_cross_entropy as kernels
 from isograd.losses.cross_entropy_plans import _CrossEntropy, scalars
 from isograd.numerics.constants import SHORT_ROW
 from isograd.reduction import cuda as reduction
-from isograd.softmax.triton_launch import Configuration, _resident, clustered, configuration
+from isograd.softmax.triton_launch import Configuration, clustered, configuration, resident
 from isograd.triton_launcher import Rows, Specification, architecture, c_strides, launch, rows
 
 _INT32_ROW = 1 << 17
@@ -214,7 +214,7 @@ def _prepare(problem: _Staged, tensors: Sequence[torch.Tensor]) -> Callable[...,
     tail = problem.tail
     compiled = gradient_staged.warmup(*tensors, *tail, grid=(problem.n_rows,), **problem.options)
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    size = min(problem.n_rows, _resident(compiled, problem.config))
+    size = min(problem.n_rows, resident(compiled, problem.config))
 
     def launch_prepared(stream: int, *addresses: int) -> None:
         run(size, 1, 1, stream, function, metadata, None, None, None, *addresses, *tail)

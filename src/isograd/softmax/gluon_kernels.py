@@ -66,7 +66,8 @@ def _get(ptr, stride, begin, offset, n, other: gl.constexpr, MASKED: gl.constexp
 
 
 @gluon.jit
-def _put(ptr, row, stride, begin, offset, n, value, MASKED: gl.constexpr):
+def put(ptr, row, stride, begin, offset, n, value, MASKED: gl.constexpr):
+    """Store what the cluster holds of a row."""
     pointers = (ptr + row.to(gl.int64) * stride + begin) + offset
     if MASKED:
         gl.store(pointers, value, mask=begin + offset < n)
@@ -123,7 +124,7 @@ def backward_cluster(
     y = _get(y_ptr, y_row, begin, offset, n, 0.0, MASKED)
     exchange.setup(threads(CTAS, BLOCK, GROUP, layout), CTAS)
     dx = _backward_row(dy, y, n >> 31, 0, KIND, CTAS)
-    _put(out_ptr, gl.program_id(0), out_row, begin, offset, n, dx, MASKED)
+    put(out_ptr, gl.program_id(0), out_row, begin, offset, n, dx, MASKED)
 
 
 @gluon.jit
@@ -180,11 +181,11 @@ def forward_cluster(
     x = _get(x_ptr, x_row, begin, offset, n, float("-inf"), MASKED)
     exchange.setup(threads(CTAS, BLOCK, GROUP, layout), CTAS)
     y = _forward_row(ops.widen(x, True), 0, KIND, CTAS, layout, x_ptr.dtype.element_ty)
-    _put(out_ptr, gl.program_id(0), out_row, begin, offset, n, y, MASKED)
+    put(out_ptr, gl.program_id(0), out_row, begin, offset, n, y, MASKED)
 
 
 @gluon.jit
-def _fetch(stage, ptr, row, n_rows, stride, begin, offset, n, MASKED: gl.constexpr):
+def fetch(stage, ptr, row, n_rows, stride, begin, offset, n, MASKED: gl.constexpr):
     """Start the copy of a row into shared memory; past the last row nothing is read."""
     pointers = (ptr + row.to(gl.int64) * stride + begin) + offset
     if MASKED:
@@ -215,7 +216,7 @@ def forward_staged(
     begin, offset = columns(CTAS, BLOCK, BLOCK, GROUP, V, layout)
     stage = gl.allocate_shared_memory(dtype, [BLOCK // GROUP, CTAS, GROUP // V, V], shared)
     row = gl.program_id(0)
-    _fetch(stage, x_ptr, row, n_rows, x_row, begin, offset, n, MASKED)
+    fetch(stage, x_ptr, row, n_rows, x_row, begin, offset, n, MASKED)
     async_copy.commit_group()
     exchange.setup(threads(CTAS, BLOCK, GROUP, layout), CTAS)
     parity = 0
@@ -223,12 +224,12 @@ def forward_staged(
         following = row + gl.num_programs(0)
         async_copy.wait_group(0)
         x = ops.widen(stage.load(layout), True)
-        _fetch(stage, x_ptr, following, n_rows, x_row, begin, offset, n, MASKED)
+        fetch(stage, x_ptr, following, n_rows, x_row, begin, offset, n, MASKED)
         async_copy.commit_group()
         if MASKED:
             x = gl.where(begin + offset < n, x, float("-inf"))
         y = _forward_row(x, parity, KIND, CTAS, layout, dtype)
-        _put(out_ptr, row, out_row, begin, offset, n, y, MASKED)
+        put(out_ptr, row, out_row, begin, offset, n, y, MASKED)
         row = following
         parity ^= 1
 
@@ -258,8 +259,8 @@ def backward_staged(
     dy_stage = gl.allocate_shared_memory(dtype, [BLOCK // GROUP, CTAS, GROUP // V, V], shared)
     y_stage = gl.allocate_shared_memory(dtype, [BLOCK // GROUP, CTAS, GROUP // V, V], shared)
     row = gl.program_id(0)
-    _fetch(dy_stage, dy_ptr, row, n_rows, dy_row, begin, offset, n, MASKED)
-    _fetch(y_stage, y_ptr, row, n_rows, y_row, begin, offset, n, MASKED)
+    fetch(dy_stage, dy_ptr, row, n_rows, dy_row, begin, offset, n, MASKED)
+    fetch(y_stage, y_ptr, row, n_rows, y_row, begin, offset, n, MASKED)
     async_copy.commit_group()
     exchange.setup(threads(CTAS, BLOCK, GROUP, layout), CTAS)
     parity = 0
@@ -267,11 +268,11 @@ def backward_staged(
         following = row + gl.num_programs(0)
         async_copy.wait_group(0)
         dy, y = dy_stage.load(layout), y_stage.load(layout)
-        _fetch(dy_stage, dy_ptr, following, n_rows, dy_row, begin, offset, n, MASKED)
-        _fetch(y_stage, y_ptr, following, n_rows, y_row, begin, offset, n, MASKED)
+        fetch(dy_stage, dy_ptr, following, n_rows, dy_row, begin, offset, n, MASKED)
+        fetch(y_stage, y_ptr, following, n_rows, y_row, begin, offset, n, MASKED)
         async_copy.commit_group()
         dx = _backward_row(dy, y, n >> 31, parity, KIND, CTAS)
-        _put(out_ptr, row, out_row, begin, offset, n, dx, MASKED)
+        put(out_ptr, row, out_row, begin, offset, n, dx, MASKED)
         row = following
         parity ^= 1
 

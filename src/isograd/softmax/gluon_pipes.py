@@ -29,7 +29,7 @@ def _broad(v):
 
 
 @gluon.jit
-def _fetch(
+def fetch(
     stage,
     slot,
     ptr,
@@ -126,9 +126,9 @@ def forward_piped(
     stage = gl.allocate_shared_memory(dtype, [_SLOTS * CHUNKS, STEP // SIZE, CTAS, SIZE // V, V], shared)
     row = gl.program_id(0)
     step = gl.num_programs(0)
-    _fetch(stage, 0, x_ptr, row, n_rows, x_row, begin, offset, n, CHUNKS, STEP, MASKED)
+    fetch(stage, 0, x_ptr, row, n_rows, x_row, begin, offset, n, CHUNKS, STEP, MASKED)
     async_copy.commit_group()
-    _fetch(stage, 1, x_ptr, row + step, n_rows, x_row, begin, offset, n, CHUNKS, STEP, MASKED)
+    fetch(stage, 1, x_ptr, row + step, n_rows, x_row, begin, offset, n, CHUNKS, STEP, MASKED)
     async_copy.commit_group()
     exchange.pipe_setup(threads(CTAS, STEP, SIZE, layout), CTAS)
     async_copy.wait_group(1)
@@ -140,7 +140,7 @@ def forward_piped(
     while row < n_rows:
         following = _next(slot)
         last = _next(following)
-        _fetch(stage, last, x_ptr, row + 2 * step, n_rows, x_row, begin, offset, n, CHUNKS, STEP, MASKED)
+        fetch(stage, last, x_ptr, row + 2 * step, n_rows, x_row, begin, offset, n, CHUNKS, STEP, MASKED)
         async_copy.commit_group()
 
         m = ops.from_key(key)

@@ -294,7 +294,7 @@ def specify(
     return Specification(kernel, tail, programs(problem, config), options, config)
 
 
-def _resident(compiled: Any, config: Configuration) -> int:
+def resident(compiled: Any, config: Configuration) -> int:
     """Clusters, of a kernel in which they stay, that the current device holds at a time."""
     from triton.runtime import driver
 
@@ -322,7 +322,7 @@ def _prepare(
         compiled = kernel.warmup(*tensors, *tail, grid=(size,), **options)
         run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
         if config.variant in ("staged", "piped"):
-            size = min(size, _resident(compiled, config))
+            size = min(size, resident(compiled, config))
 
     def launch_prepared(stream: int, *addresses: int) -> None:
         run(size, 1, 1, stream, function, metadata, None, None, None, *addresses, *tail)
