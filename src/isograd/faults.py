@@ -62,7 +62,7 @@ def _new_flag(device: torch.device, index: int) -> torch.Tensor:
         else:
             if torch.cuda.is_current_stream_capturing():
                 raise RecordingError(
-                    f"isograd's first call with indices on cuda:{index} is inside a CUDA graph's capture; call it once before"
+                    f"the first call with indices on cuda:{index} is inside a CUDA graph's capture; call it once before"
                 )
             # On a stream of its own, which is waited for: no other stream may meet the flag before its zeros.
             stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
