@@ -128,6 +128,23 @@ def test_permutations_cut_into_blocks(count, bound):
         assert raw(ig.expert_counts(experts, bound)) == raw(np.diff(offsets))
 
 
+@pytest.mark.usefixtures("restore_threads")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_special_values_in_several_blocks_of_tokens(dtype):
+    p = values(np.random.default_rng(8), "normal", (1500, 5), dtype)
+    p[[3, 1400], 0] = np.inf
+    p[3, 1], p[1400, 1] = np.inf, -np.inf
+    p[700, 2], p[3, 3] = np.nan, -np.inf
+    for column in range(5):
+        # The expert of the column has all the load, so that the others do not hide it.
+        case = Case("", {"probabilities": p[:, column:], "experts": np.zeros((1500, 1), np.int64)})
+        for threads in (1, 2):
+            ig.set_num_threads(threads)
+            assert same(run("load_balancing_loss", case, dtype), expected("load_balancing_loss", case)), column
+            one = Case("", {"probabilities": p[:, column : column + 1], "experts": np.zeros((1500, 1), np.int64)})
+            assert same(run("load_balancing_loss", one, dtype), expected("load_balancing_loss", one)), column
+
+
 def test_duplicate_experts_count_once():
     rng = np.random.default_rng(5)
     logits, dweights = values(rng, "normal", (6, 12), "float32"), values(rng, "normal", (6, 4), "float32")
