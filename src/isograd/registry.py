@@ -32,8 +32,11 @@ class Entry(NamedTuple):
 _FAMILIES = (
     "isograd.softmax.plans",
     "isograd.softmax.cuda",
+    "isograd.gather.plans",
+    "isograd.gather.cuda",
     "isograd.losses.divergence_plans",
     "isograd.losses.simplex_plans",
+    "isograd.losses.cuda_more",
 )
 _entries: list[Entry] = []
 _lock = threading.Lock()

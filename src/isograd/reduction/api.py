@@ -11,35 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd import parallel
-from isograd.errors import InvalidProblemError
 from isograd.numerics.reference import work_dtype
 from isograd.numerics.storage import address, kernel_type, require_array
 from isograd.reduction import numba_kernels
-
-Axes = int | tuple[int, ...] | None
+from isograd.reduction.axes import Axes, normalized
 
 _GRAIN = 1 << 16  # elements of one chunk
 
 
-def _axes(operation: str, axis: Any, rank: int) -> tuple[int, ...]:
-    """The reduced axes, none of them negative, in ascending order."""
-    if axis is None:
-        return tuple(range(rank))
-    axes = []
-    for a in axis if isinstance(axis, tuple) else (axis,):
-        if isinstance(a, bool) or not isinstance(a, (int, np.integer)):
-            raise InvalidProblemError(f"{operation}: axis is {axis!r}; expected None, an int or a tuple of ints")
-        if not -rank <= a < rank:
-            raise InvalidProblemError(f"{operation}: axis {a} is out of range for an array of rank {rank}")
-        axes.append(int(a) % rank)
-    if len(set(axes)) != len(axes):
-        raise InvalidProblemError(f"{operation}: axis {axis!r} names an axis twice")
-    return tuple(sorted(axes))
-
-
 def _reduce(operation: str, x: NDArray[Any], axis: Axes, keepdims: bool) -> NDArray[Any]:
     require_array(operation, "x", x)
-    axes = _axes(operation, axis, x.ndim)
+    axes = normalized(operation, axis, x.ndim)
     kept = tuple(d for d in range(x.ndim) if d not in axes)
     shape = tuple(1 if d in axes else n for d, n in enumerate(x.shape) if keepdims or d not in axes)
     terms = np.ascontiguousarray(x.transpose(kept + axes))

@@ -1,7 +1,8 @@
 """Reverse-mode differentiation for plain arrays.
 
-`rules.py` has the operations on arrays, `variable.py` the values and how an operation is applied to them,
-`recording.py` the tape with checkpoints and the walk backwards, `functions.py` the operations as functions.
+`rules.py` has the operations on arrays and `gather_rules.py` those of the gather family, `variable.py` the values and
+how an operation is applied to them, `recording.py` the tape with checkpoints and the walk backwards, `functions.py` the
+operations as functions.
 """
 
 from isograd.tape.functions import (
@@ -9,6 +10,7 @@ from isograd.tape.functions import (
     concatenate,
     distillation_loss,
     div,
+    embedding,
     exp,
     getitem,
     gumbel_softmax,
@@ -21,12 +23,15 @@ from isograd.tape.functions import (
     neg,
     relu,
     reshape,
+    scatter_sum,
+    segment_sum,
     silu,
     softmax,
     sparsemax,
     sqrt,
     sub,
     sum,  # noqa: A004 - NumPy's name
+    take_along_axis,
     transpose,
 )
 from isograd.tape.recording import Tape
@@ -39,6 +44,7 @@ __all__ = [
     "concatenate",
     "distillation_loss",
     "div",
+    "embedding",
     "exp",
     "getitem",
     "gumbel_softmax",
@@ -51,11 +57,14 @@ __all__ = [
     "neg",
     "relu",
     "reshape",
+    "scatter_sum",
+    "segment_sum",
     "silu",
     "softmax",
     "sparsemax",
     "sqrt",
     "sub",
     "sum",
+    "take_along_axis",
     "transpose",
 ]

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from isograd.arrays import to_numpy
 from isograd.errors import InvalidProblemError
-from isograd.tape import rules
+from isograd.tape import gather_rules, rules
 from isograd.tape.variable import Operand, Variable, apply
 
 
@@ -89,9 +90,10 @@ def distillation_loss(
 ) -> Variable:
     """The divergence of a teacher, an array or a variable that gets no gradient, from a student."""
     # Copies, as constants are elsewhere: the caller may overwrite the originals before the gradient is computed.
-    constants = [None if a is None else np.array(getattr(a, "value", a)) for a in (teacher, indices)]
-    options = {"teacher": constants[0], "indices": constants[1], "temperature": temperature, "reduction": reduction}
-    return apply(rules.distillation_loss, student, **options)
+    teacher = teacher.value if isinstance(teacher, Variable) else teacher
+    options = {"teacher": _indices("distillation_loss", teacher, "teacher"), "temperature": temperature}
+    indices = None if indices is None else _indices("distillation_loss", indices)
+    return apply(rules.distillation_loss, student, **options, indices=indices, reduction=reduction)
 
 
 def gumbel_softmax(
@@ -136,3 +138,29 @@ def concatenate(operands: Sequence[Operand], axis: int = 0) -> Variable:
     if isinstance(operands, Variable) or len(operands) == 0:
         raise InvalidProblemError("concatenate: expected a sequence of at least one variable")
     return apply(rules.concatenate, *operands, axis=axis)
+
+
+def _indices(operation: str, indices: Any, argument: str = "indices") -> Any:
+    # A copy: the caller may overwrite the original before the gradients are computed.
+    return np.array(to_numpy(indices, operation, argument)[0])
+
+
+def take_along_axis(x: Variable, indices: Any, axis: int = -1) -> Variable:
+    """Values along an axis at an array of indices; see `isograd.take_along_axis`."""
+    return apply(gather_rules.take_along_axis, x, indices=_indices("take_along_axis", indices), axis=axis)
+
+
+def embedding(weight: Variable, indices: Any, padding_idx: int | None = None) -> Variable:
+    """Rows of a table; see `isograd.embedding`."""
+    return apply(gather_rules.embedding, weight, indices=_indices("embedding", indices), padding_idx=padding_idx)
+
+
+def scatter_sum(x: Operand, indices: Any, values: Operand, axis: int = -1) -> Variable:
+    """Values added onto x along an axis at an array of indices; see `isograd.scatter_sum`."""
+    return apply(gather_rules.scatter_sum, x, values, indices=_indices("scatter_sum", indices), axis=axis)
+
+
+def segment_sum(values: Variable, segment_ids: Any, num_segments: int) -> Variable:
+    """The sum of each segment's rows; see `isograd.segment_sum`."""
+    ids = _indices("segment_sum", segment_ids, "segment_ids")
+    return apply(gather_rules.segment_sum, values, segment_ids=ids, num_segments=num_segments)

@@ -3,11 +3,11 @@
 A family has its suites in the file of its name; verify finds the kernels in the registry.
 """
 
-from isograd.cli.suites import losses_more, softmax
+from isograd.cli.suites import gather, losses_more, softmax
 from isograd.cli.suites.common import Case, Suite
 from isograd.fenv import default_environment
 
-SUITES: dict[str, Suite] = {**softmax.SUITES, **losses_more.SUITES}
+SUITES: dict[str, Suite] = {**softmax.SUITES, **gather.SUITES, **losses_more.SUITES}
 
 
 def cases(operation: str, dtype: str) -> list[Case]:

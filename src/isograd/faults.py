@@ -1,0 +1,119 @@
+"""Indices out of range on a GPU, where raising would cost a synchronisation: a flag on the device, read on request.
+
+A kernel that meets such an index reads and writes nothing out of bounds, makes the outputs that depend on it NaN (a
+scatter leaves the source out) and notes the index in the flag of its device. `check()` waits for the devices and raises
+for what it finds there; after `debug()` every call does so. The CPU raises at once and has no flag.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from isograd.errors import IndexOutOfRangeError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class _Source(NamedTuple):
+    operation: str
+    argument: str
+    negative: bool
+
+
+_lock = threading.Lock()
+_sources: list[_Source] = []
+_flags: dict[int, torch.Tensor] = {}
+_debugging = False
+
+
+@functools.cache
+def code(operation: str, argument: str = "indices", negative: bool = True) -> int:
+    """The number, from 1, by which kernels name an operation's argument; `negative` says if -size is in range."""
+    source = _Source(operation, argument, negative)
+    with _lock:
+        if source not in _sources:  # the cache may compute twice at once
+            _sources.append(source)
+        return _sources.index(source) + 1
+
+
+def flag(device: torch.device) -> torch.Tensor:
+    """The flag of a device: an int64 tensor of (code or 0, flat position, value, size of the axis).
+
+    It is made on a stream of its own, so that a first use inside a graph's capture does not become part of the graph.
+    """
+    index = -1 if device.type == "cpu" else device.index
+    found = _flags.get(index)
+    return found if found is not None else _new_flag(device, index)
+
+
+def _new_flag(device: torch.device, index: int) -> torch.Tensor:
+    import torch
+
+    with _lock:
+        if index in _flags:
+            return _flags[index]
+        if index < 0:
+            _flags[index] = torch.zeros(4, dtype=torch.int64)
+        else:
+            stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                _flags[index] = torch.zeros(4, dtype=torch.int64, device=device)
+            stream.synchronize()
+        return _flags[index]
+
+
+def after_launch(device: torch.device) -> None:
+    """Every operation that reports faults ends with this: while debugging, wait for it and raise."""
+    if not _debugging:
+        return
+    import torch
+
+    if device.type == "cpu" or not torch.cuda.is_current_stream_capturing():
+        check()
+
+
+def check() -> None:
+    """Raise IndexOutOfRangeError if a GPU has met an index out of range since the last call; clears what it found.
+
+    Waits for every GPU that isograd has used. The error names the operation, the argument, the flat position and the
+    value of one such index. Without a GPU there is nothing to find: the CPU raises where the index is given.
+    """
+    for index, found in list(_flags.items()):
+        if index >= 0:
+            import torch
+
+            torch.cuda.synchronize(index)
+        number, position, value, size = found.tolist()
+        if number:
+            found.zero_()
+            source = _sources[number - 1]
+            raise IndexOutOfRangeError(
+                f"{source.operation}: {source.argument} has {value} at flat position {position}; accepted: "
+                f"{-size if source.negative else 0} to {size - 1}"
+            )
+
+
+class debug:  # noqa: N801 - a switch that reads like a function
+    """Make every call on a GPU wait and raise at once for an index out of range.
+
+    `isograd.debug()` switches it on, `isograd.debug(False)` off; `with isograd.debug():` does so for a block. The
+    switch is one for all threads. Calls inside a capture of a CUDA graph cannot wait: call `check()` after a replay.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        global _debugging
+        self._before = _debugging
+        _debugging = bool(enabled)
+
+    def __enter__(self) -> debug:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _debugging
+        _debugging = self._before

@@ -1,0 +1,1 @@
+"""take_along_axis, scatter sums, embedding, and their gradients."""

@@ -1,0 +1,171 @@
+"""Sums of whole rows on the CPU: the sources are grouped by destination once, then destinations are independent.
+
+A task is a destination and a tile of at most LANES columns, so that a row with very many sources is shared out too.
+"""
+
+import numpy as np
+
+from isograd.gather.numba_steps import (
+    FOLD,
+    carry,
+    raw_index,
+    special_code,
+    term,
+    total,
+)
+from isograd.numerics.numba_compile import device_function, kernel
+from isograd.numerics.numba_memory import LANES, load, pointer, row_offset, stack_lanes, store, work_zero
+from isograd.numerics.numba_ops import magnitude_key
+from isograd.numerics.numba_storage import narrow, widen
+from isograd.numerics.numba_sum import is_finite_key
+
+
+@kernel
+def group_sources(address, kind, count, size, skips, skipped, starts_address, order_address, start, stop):
+    """Order the sources by destination: those of d are order[starts[d]:starts[d + 1]]. One call for all of them.
+
+    starts has size + 2 elements.
+    """
+    starts, order = pointer(starts_address, np.int64(0)), pointer(order_address, np.int64(0))
+    for d in range(size + 2):
+        store(starts, d, np.int64(0))
+    for j in range(start, stop):
+        d = raw_index(address, kind, j)
+        if not (skips and d == skipped):
+            d += (size if d < 0 else np.int64(0)) + 2
+            store(starts, d, load(starts, d) + 1)
+    for d in range(1, size + 1):
+        store(starts, d + 1, load(starts, d + 1) + load(starts, d))
+    for j in range(start, stop):
+        d = raw_index(address, kind, j)
+        if not (skips and d == skipped):
+            d += (size if d < 0 else np.int64(0)) + 1
+            place = load(starts, d)
+            store(order, place, np.int64(j))
+            store(starts, d, place + 1)
+
+
+@device_function
+def _store_base(x, xo, x_stride, out, oo, out_stride, width, fill, like):
+    """A destination without sources: left as it is, zeros, or the bits of x."""
+    if fill == 1:
+        zero = narrow(work_zero(like), like)
+        if out_stride == 1:
+            for i in range(width):
+                store(out, oo + i, zero)
+        else:
+            for i in range(width):
+                store(out, oo + i * out_stride, zero)
+    elif fill == 2:
+        for i in range(width):
+            store(out, oo + i * out_stride, load(x, xo + i * x_stride))
+
+
+@device_function
+def _store_sums(s, x, xo, x_stride, out, oo, out_stride, width, adds, like):
+    if adds:
+        for i in range(width):
+            value = widen(load(x, xo + i * x_stride)) + load(s, i)
+            store(out, oo + i * out_stride, narrow(value, like))
+    elif out_stride == 1:
+        for i in range(width):
+            store(out, oo + i, narrow(load(s, i), like))
+    else:
+        for i in range(width):
+            store(out, oo + i * out_stride, narrow(load(s, i), like))
+
+
+@device_function
+def _load_row(v, vo, v_stride, width, s, zero):
+    """A row's elements in the work type, zeros positive."""
+    if v_stride == 1:
+        for i in range(width):
+            store(s, i, widen(load(v, vo + i)) + zero)
+    else:
+        for i in range(width):
+            store(s, i, widen(load(v, vo + i * v_stride)) + zero)
+
+
+@device_function
+def _carry_lanes(top, mid, low, key, width):
+    for i in range(width):
+        if is_finite_key(load(key, i)):
+            a, b, c = carry(load(top, i), load(mid, i), load(low, i))
+            store(top, i, a)
+            store(mid, i, b)
+            store(low, i, c)
+
+
+@device_function
+def _sum_lanes(v, vo, v_row, v_stride, order, begin, end, width, s, key, top, mid, low, zero):
+    """The sums of several rows, column by column, into s."""
+    for i in range(width):
+        store(key, i, magnitude_key(zero))
+        store(top, i, np.int64(0))
+        store(mid, i, np.int64(0))
+        store(low, i, np.int64(0))
+    for e in range(begin, end):
+        _load_row(v, vo + load(order, e) * v_row, v_stride, width, s, zero)
+        for i in range(width):
+            store(key, i, max(load(key, i), magnitude_key(load(s, i))))
+    finite = True
+    for i in range(width):
+        finite &= is_finite_key(load(key, i))
+    for e in range(begin, end):
+        _load_row(v, vo + load(order, e) * v_row, v_stride, width, s, zero)
+        if finite:
+            for i in range(width):
+                h, q = term(load(s, i), load(key, i))
+                store(mid, i, load(mid, i) + h)
+                store(low, i, load(low, i) + q)
+        else:
+            for i in range(width):
+                if is_finite_key(load(key, i)):
+                    h, q = term(load(s, i), load(key, i))
+                    store(mid, i, load(mid, i) + h)
+                    store(low, i, load(low, i) + q)
+                else:
+                    store(low, i, load(low, i) | special_code(load(s, i)))
+        if (e - begin) % FOLD == FOLD - 1:
+            _carry_lanes(top, mid, low, key, width)
+    for i in range(width):
+        store(s, i, total(load(top, i), load(mid, i), load(low, i), load(key, i), zero))
+
+
+@kernel
+def sum_rows(
+    like, starts_address, order_address, v_address, x_address, out_address, shape, v_strides, x_strides, out_strides, n,
+    v_stride, x_stride, out_stride, v_row, x_row, out_row, size, tiles, fill, adds, start, stop,
+):  # fmt: skip
+    """The base with the rows of the sources of d added, into out[d], for tasks of a destination and a tile of columns.
+
+    shape and the strides are those of the dimensions of a row but the innermost, which has n elements. Tasks count
+    destinations fastest. fill, adds: as for `scatter_lines`.
+    """
+    starts, order = pointer(starts_address, np.int64(0)), pointer(order_address, np.int64(0))
+    v, x, out = pointer(v_address, like), pointer(x_address, like), pointer(out_address, like)
+    zero = work_zero(like)
+    s, key = stack_lanes(zero), stack_lanes(magnitude_key(zero))
+    top, mid, low = stack_lanes(np.int64(0)), stack_lanes(np.int64(0)), stack_lanes(np.int64(0))
+    task = start
+    while task < stop:
+        tile = task // size
+        part = tile // tiles
+        first = (tile - part * tiles) * LANES
+        width = min(n - first, LANES)
+        vo = row_offset(part, shape, v_strides) + first * v_stride
+        xo = row_offset(part, shape, x_strides) + first * x_stride
+        oo = row_offset(part, shape, out_strides) + first * out_stride
+        top_row = min(task - tile * size + stop - task, size)
+        for d in range(task - tile * size, top_row):
+            begin, end = load(starts, d), load(starts, d + 1)
+            xd, od = xo + d * x_row, oo + d * out_row
+            if begin == end:
+                _store_base(x, xd, x_stride, out, od, out_stride, width, fill, like)
+                continue
+            if end - begin == 1:
+                _load_row(v, vo + load(order, begin) * v_row, v_stride, width, s, zero)
+            else:
+                _sum_lanes(v, vo, v_row, v_stride, order, begin, end, width, s, key, top, mid, low, zero)
+            _store_sums(s, x, xd, x_stride, out, od, out_stride, width, adds, like)
+        task = tile * size + top_row

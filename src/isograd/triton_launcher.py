@@ -1,0 +1,160 @@
+"""How the families' Triton kernels are launched, and how the problems they see are described.
+
+A kernel is fixed by a specification: its arguments after the tensors, its number of programs and its options. A family
+keeps a `Launcher` for every kernel of a problem, under a key of everything that enters the specification (`kept` does
+so); then a launch costs a dictionary look-up and the driver's call. Tensors on the CPU go to Triton's interpreter.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+kept = functools.lru_cache(maxsize=4096)
+
+
+class Specification(NamedTuple):
+    """What follows the tensors in a kernel's signature, how many programs run, and options of the compiler."""
+
+    tail: tuple[Any, ...]
+    programs: int
+    warps: int = 4
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The compiler's options; no fma is formed that no kernel writes."""
+        return {"num_warps": self.warps, "enable_fp_fusion": False}
+
+
+class Launcher:
+    """A kernel for one problem: call it with tensors of one device, whose current stream it uses.
+
+    The device need not be the current one. The tensors' dtypes are part of the problem, their alignment is not. A
+    kernel may take numbers that vary by call between the tensors and the tail: int32, and named in its
+    `do_not_specialize`.
+    """
+
+    __slots__ = ("_kernel", "_prepared", "_specification")
+
+    def __init__(self, kernel: Any, specification: Specification) -> None:
+        self._kernel = kernel
+        self._specification = specification
+        self._prepared: dict[int, Callable[..., None]] = {}
+
+    def __call__(self, *tensors: torch.Tensor, numbers: tuple[int, ...] = ()) -> None:
+        """Launch, without waiting."""
+        index = tensors[0].get_device()
+        if index < 0:
+            tail, programs, _ = self._specification
+            self._kernel[(programs,)](*tensors, *numbers, *tail, **self._specification.options)
+            return
+        addresses = [t.data_ptr() for t in tensors]
+        place = index
+        for address in addresses:
+            place = place << 4 | address & 15
+        prepared = self._prepared.get(place)
+        if prepared is None:
+            prepared = self._prepared[place] = self._prepare(tensors, numbers)
+        if index == torch._C._cuda_getDevice():
+            prepared(torch._C._cuda_getCurrentRawStream(index), *addresses, *numbers)
+        else:
+            with torch.cuda.device(index):
+                prepared(torch._C._cuda_getCurrentRawStream(index), *addresses, *numbers)
+
+    def _prepare(self, tensors: Sequence[torch.Tensor], numbers: tuple[int, ...]) -> Callable[..., None]:
+        """Compile and load; what comes back takes the stream, the tensors' addresses and the numbers."""
+        tail, programs, _ = self._specification
+        with torch.cuda.device(tensors[0].device):
+            options = self._specification.options
+            compiled = self._kernel.warmup(*tensors, *numbers, *tail, grid=(programs,), **options)
+            run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+
+        def launch_prepared(stream: int, *addresses: int) -> None:
+            run(programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *tail)
+
+        return launch_prepared
+
+
+@functools.cache
+def _capability(index: int) -> int:
+    if index < 0 or torch.version.hip:
+        return 0
+    major, minor = torch.cuda.get_device_capability(index)
+    return major * 10 + minor
+
+
+def architecture(tensor: torch.Tensor) -> int:
+    """The compute capability times ten of a tensor's device, 0 where it is not NVIDIA's."""
+    return _capability(tensor.get_device())
+
+
+@functools.cache
+def _processors(index: int) -> int:
+    return 2 if index < 0 else int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def processors(tensor: torch.Tensor) -> int:
+    """Multiprocessors of a tensor's device."""
+    return _processors(tensor.get_device())
+
+
+# --- problems --------------------------------------------------------------------------------------------------------
+class Rows(NamedTuple):
+    """Rows along one axis of several tensors: an inner axis and any number of outer axes count the rows.
+
+    Strides in elements, one for every tensor.
+    """
+
+    inner: int
+    axis_strides: tuple[int, ...]
+    inner_strides: tuple[int, ...]
+    outer_shape: tuple[int, ...]
+    outer_strides: tuple[tuple[int, ...], ...]
+
+    @property
+    def outer(self) -> int:
+        """Combinations of outer indices."""
+        return math.prod(self.outer_shape)
+
+    @property
+    def strides(self) -> tuple[Any, ...]:
+        """The strides as kernels take them: (axis, inner) of every tensor, the outer shape, the outer strides."""
+        pairs = [v for pair in zip(self.axis_strides, self.inner_strides, strict=True) for v in pair]
+        return (*pairs, self.outer_shape, *self.outer_strides)
+
+
+def merged(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Axes of more than one element, the widest strides first, merged as far as every tensor's strides allow."""
+    order = sorted((i for i in range(len(shape)) if shape[i] != 1), key=lambda i: -abs(strides[-1][i]))
+    sizes: list[int] = []
+    steps: list[tuple[int, ...]] = []
+    for i in order:
+        step = tuple(s[i] for s in strides)
+        if steps and all(a == b * shape[i] for a, b in zip(steps[-1], step, strict=True)):
+            sizes[-1], steps[-1] = sizes[-1] * shape[i], step
+        else:
+            sizes.append(shape[i])
+            steps.append(step)
+    return sizes, steps
+
+
+def rows(shape: Sequence[int], strides: Sequence[Sequence[int]], axis: int) -> Rows:
+    """The rows along an axis of tensors that agree in every other axis; the last tensor is the one that is written."""
+    others = [i for i in range(len(shape)) if i != axis]
+    sizes, steps = merged([shape[i] for i in others], [[s[i] for i in others] for s in strides])
+    if not sizes:
+        sizes, steps = [1], [tuple(0 for _ in strides)]
+    outer = tuple(tuple(step[t] for step in steps[:-1]) for t in range(len(strides)))
+    return Rows(sizes[-1], tuple(s[axis] for s in strides), steps[-1], tuple(sizes[:-1]), outer)
+
+
+def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a C-contiguous array: an element's offset is its flat position."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << max(n - 1, 0).bit_length()

@@ -1,0 +1,62 @@
+"""The flag for indices out of range: what works without a GPU, and without torch."""
+
+import pytest
+
+import isograd
+from isograd import faults
+
+
+def test_nothing_to_find_without_a_gpu(run_python) -> None:
+    code = """
+        import sys
+        sys.modules["torch"] = None
+        import isograd
+        isograd.check()
+        with isograd.debug():
+            isograd.check()
+        isograd.debug()
+        isograd.check()
+        print("torch" in sys.modules and sys.modules["torch"] is not None)
+    """
+    assert run_python(code) == "False"
+
+
+def test_debug_is_a_switch_and_a_context() -> None:
+    assert faults._debugging is False
+    with isograd.debug():
+        assert faults._debugging
+        with isograd.debug(False):
+            assert not faults._debugging
+        assert faults._debugging
+    assert not faults._debugging
+    isograd.debug()
+    assert faults._debugging
+    isograd.debug(False)
+    assert not faults._debugging
+
+
+def test_codes_are_numbers_of_operation_and_argument() -> None:
+    first = faults.code("some_operation", "targets", negative=False)
+    assert first > 0
+    assert faults.code("some_operation", "targets", negative=False) == first
+    assert faults.code("some_operation", "indices", negative=False) != first
+    assert faults.code("some_operation", "targets") != first
+
+
+def test_check_names_what_the_flag_holds_and_clears_it() -> None:
+    torch = pytest.importorskip("torch", reason="needs torch")
+    flag = faults.flag(torch.device("cpu"))
+    assert flag is faults.flag(torch.device("cpu"))
+    for negative, accepted in ((True, "-7 to 6"), (False, "0 to 6")):
+        number = faults.code("cross_entropy", "targets", negative)
+        flag.copy_(torch.tensor([number, 12, 300, 7]))
+        with pytest.raises(
+            isograd.IndexOutOfRangeError,
+            match=f"cross_entropy: targets has 300 at flat position 12; accepted: {accepted}",
+        ):
+            isograd.check()
+        isograd.check()
+        flag.copy_(torch.tensor([number, 12, 300, 7]))
+        faults.after_launch(torch.device("cpu"))
+        with isograd.debug(), pytest.raises(IndexError):
+            faults.after_launch(torch.device("cpu"))
