@@ -13,6 +13,8 @@ from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
 from isograd.softmax import triton_rows as rows
 
+_DOWN_64 = tl.constexpr(2.0**-512)
+
 
 @triton.jit
 def number(low, high, work: tl.constexpr):
@@ -104,10 +106,12 @@ def factors(hi, lo, m, base, floor, bias, valid, work: tl.constexpr):
 
 @triton.jit
 def probabilities(z, m, base, floor, bias, r, r_low, largest):
-    """Softmax of a tile."""
+    """Softmax of a tile; the factors of a row that is not valid are NaN."""
     e, _ = rows.exponential(z, broad(base), broad(floor), broad(bias), False)
-    e = rows.mark_largest(e, z, broad(m), False, False)
-    return rows.softmax_output(e, broad(r), broad(r_low), broad(largest), False)
+    y = tl.where(z == broad(m), broad(largest), tl.fma(e, broad(r), e * broad(r_low)))
+    if z.dtype == tl.float64:
+        y *= _DOWN_64
+    return y
 
 
 @triton.jit
