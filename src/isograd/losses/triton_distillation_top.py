@@ -121,8 +121,8 @@ def _rest_sum(
                 x = _scaled(x_ptr, row, column + start, x_inner, x_axis, there, factor)
             hit = _excluded(i_ptr, row, inner, i_axis, i_inner, k, column + start)
             best = tiles.larger(best, tl.where(hit, float("-inf"), x))
-        own, _ = tiles.maximum(best)
-        own_base, own_floor, own_bias = rows.row_shift(tl.where(ops.is_finite(own), own, 0.0), False)
+        own, some = tiles.maximum(best)
+        own_base, own_floor, own_bias = rows.row_shift(tl.where(some, own, 0.0), False)
         high_sum = tl.zeros((BLOCK // GROUP, ROWS), tl.int64)
         low_sum = high_sum
         for start in range(0, stop, BLOCK):
@@ -269,8 +269,8 @@ def distillation_top_gradient(
     g_ptr += memory.outer_offset(outer, outer_shape, g_outer)
     g = tl.load(g_ptr + row * g_inner, mask=row < inner, other=0.0)
     g = ops.divide(g, tl.zeros_like(g) + memory.wide_int(divisor).to(work)) * scale
-    q = tiles.probabilities(_as_tile(z), m, base, floor, bias, r, r_low, largest)
-    named = tiles.broad(g) * (q - _as_tile(ops.exp(log_p)))
+    named = tiles.probabilities(_as_tile(z), m, base, floor, bias, r, r_low, largest)
+    named = tiles.broad(g) * (named - _as_tile(ops.exp(log_p)))
     dx_ptr += memory.outer_offset(outer, outer_shape, dx_outer)
     stop = n
     if HELD:
