@@ -41,6 +41,7 @@ _FAMILIES = (
     "isograd.losses.divergence_plans",
     "isograd.losses.simplex_plans",
     "isograd.losses.cuda",
+    "isograd.losses.cuda_more",
 )
 _entries: list[Entry] = []
 _lock = threading.Lock()

@@ -31,7 +31,9 @@ class Specification(NamedTuple):
 class Launcher:
     """A kernel for one problem: call it with tensors of one device, whose current stream it uses.
 
-    The device need not be the current one. The tensors' dtypes are part of the problem, their alignment is not.
+    The device need not be the current one. The tensors' dtypes are part of the problem, their alignment is not. A
+    kernel may take numbers that vary by call between the tensors and the tail: int32, and named in its
+    `do_not_specialize`.
     """
 
     __slots__ = ("_kernel", "_prepared", "_specification")
@@ -41,12 +43,12 @@ class Launcher:
         self._specification = specification
         self._prepared: dict[int, Callable[..., None]] = {}
 
-    def __call__(self, *tensors: torch.Tensor) -> None:
+    def __call__(self, *tensors: torch.Tensor, numbers: tuple[int, ...] = ()) -> None:
         """Launch, without waiting."""
         index = tensors[0].get_device()
         if index < 0:
             tail, programs, _ = self._specification
-            self._kernel[(programs,)](*tensors, *tail, **self._specification.options)
+            self._kernel[(programs,)](*tensors, *numbers, *tail, **self._specification.options)
             return
         addresses = [t.data_ptr() for t in tensors]
         place = index
@@ -54,18 +56,19 @@ class Launcher:
             place = place << 4 | address & 15
         prepared = self._prepared.get(place)
         if prepared is None:
-            prepared = self._prepared[place] = self._prepare(tensors)
+            prepared = self._prepared[place] = self._prepare(tensors, numbers)
         if index == torch._C._cuda_getDevice():
-            prepared(torch._C._cuda_getCurrentRawStream(index), *addresses)
+            prepared(torch._C._cuda_getCurrentRawStream(index), *addresses, *numbers)
         else:
             with torch.cuda.device(index):
-                prepared(torch._C._cuda_getCurrentRawStream(index), *addresses)
+                prepared(torch._C._cuda_getCurrentRawStream(index), *addresses, *numbers)
 
-    def _prepare(self, tensors: Sequence[torch.Tensor]) -> Callable[..., None]:
-        """Compile and load; what comes back takes the stream and the tensors' addresses."""
+    def _prepare(self, tensors: Sequence[torch.Tensor], numbers: tuple[int, ...]) -> Callable[..., None]:
+        """Compile and load; what comes back takes the stream, the tensors' addresses and the numbers."""
         tail, programs, _ = self._specification
         with torch.cuda.device(tensors[0].device):
-            compiled = self._kernel.warmup(*tensors, *tail, grid=(programs,), **self._specification.options)
+            options = self._specification.options
+            compiled = self._kernel.warmup(*tensors, *numbers, *tail, grid=(programs,), **options)
             run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
 
         def launch_prepared(stream: int, *addresses: int) -> None:

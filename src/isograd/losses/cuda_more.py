@@ -1,0 +1,57 @@
+"""Divergences, gumbel_softmax and sparsemax on NVIDIA and AMD GPUs, compiled by Triton.
+
+torch and triton are imported when a kernel runs.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from isograd.cuda import TritonKernel, architecture
+from isograd.losses import divergence_bounds, simplex_bounds
+from isograd.losses.promises import family_sku
+from isograd.plan import DTYPES, KernelSku
+from isograd.registry import register_kernel
+
+
+class TritonDivergence(TritonKernel):
+    """kl_div, distillation and their gradients on a GPU; needs no workspace."""
+
+    def sku(self, descriptor: Any) -> KernelSku:
+        """The kernel's identity."""
+        bound = divergence_bounds.error_bound(descriptor.operation, descriptor.dtype)
+        return family_sku(descriptor, "losses", bound, False, self.backend, architecture())
+
+    def compute(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any) -> None:
+        """Launch on the current stream of the tensors' device."""
+        from isograd import faults
+        from isograd.losses import triton_more_launch
+
+        if descriptor.operation.startswith("kl_div"):
+            getattr(triton_more_launch, descriptor.operation)(descriptor, arguments)
+            return
+        triton_more_launch.distillation(descriptor, arguments)
+        if descriptor.classes is not None:
+            faults.after_launch(arguments["student"].device)
+
+
+class TritonSimplex(TritonKernel):
+    """gumbel_softmax, sparsemax and their gradients on a GPU; needs no workspace."""
+
+    def sku(self, descriptor: Any) -> KernelSku:
+        """The kernel's identity."""
+        bound = simplex_bounds.error_bound(descriptor.operation, descriptor.dtype)
+        ordered = descriptor.operation == "gumbel_softmax"
+        return family_sku(descriptor, "losses", bound, ordered, self.backend, architecture())
+
+    def compute(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any) -> None:
+        """Launch on the current stream of the tensors' device."""
+        from isograd.losses import triton_more_launch
+
+        triton_more_launch.simplex(descriptor, arguments)
+
+
+for _dtype in DTYPES:
+    for _operation in ("kl_div", "kl_div_backward", "distillation_loss", "distillation_loss_backward"):
+        register_kernel(_operation, "cuda", _dtype, TritonDivergence())
+    for _operation in ("gumbel_softmax", "gumbel_softmax_backward", "sparsemax", "sparsemax_backward"):
+        register_kernel(_operation, "cuda", _dtype, TritonSimplex())

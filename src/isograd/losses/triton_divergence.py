@@ -1,0 +1,139 @@
+# ruff: noqa: N803, SIM108
+# A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
+"""kl_div in Triton, one element at a time in any layout; `divergence_reference.py` is the definition.
+
+A reduction takes two passes over the terms, which are computed anew: `kl_keys` finds the largest of every chunk,
+`kl_parts` adds up integer terms. `isograd.reduction` adds up the chunks.
+"""
+
+import triton
+import triton.language as tl
+
+from isograd.numerics import triton_ops as ops
+from isograd.numerics import triton_sum as sums
+from isograd.numerics import triton_terms as terms
+from isograd.numerics.triton_memory import wide_int
+
+
+@triton.jit
+def _offset(index, shape, strides):
+    """The offset of elements over merged dimensions, the last one fastest."""
+    offset = tl.zeros((), tl.int64)
+    for i in tl.static_range(len(shape) - 1):
+        rest = index // shape[len(shape) - 1 - i]
+        offset += (index - rest * shape[len(shape) - 1 - i]) * strides[len(shape) - 1 - i]
+        index = rest
+    return offset + index * strides[0]
+
+
+@triton.jit
+def _load(base, index, shape, strides, mask):
+    return ops.widen(tl.load(base + _offset(index, shape, strides), mask=mask, other=0.0), False)
+
+
+@triton.jit
+def _known(p, x, value):
+    """The value where there is a probability; 0 where it is 0, whatever the input is, unless that is no number."""
+    return tl.where(p != 0.0, value, tl.where(x == x, 0.0, x))
+
+
+@triton.jit
+def _terms(x_ptr, t_ptr, index, shape, x_strides, t_strides, mask, LOG: tl.constexpr):
+    x, t = _load(x_ptr, index, shape, x_strides, mask), _load(t_ptr, index, shape, t_strides, mask)
+    if LOG:
+        p = ops.exp(t)
+        term = p * (t - x)
+    else:
+        p = t
+        term = p * (ops.log(t) - x)
+    return tl.where(mask, _known(p, x, term), 0.0)
+
+
+@triton.jit
+def kl_terms(
+    x_ptr, t_ptr, out_ptr, n, shape, x_strides, t_strides, out_strides, LOG: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Every term by itself."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < n
+    p = _terms(x_ptr, t_ptr, index, shape, x_strides, t_strides, mask, LOG)
+    y = ops.narrow(p, out_ptr.dtype.element_ty, False)
+    tl.store(out_ptr + _offset(index, shape, out_strides), y, mask=mask)
+
+
+@triton.jit
+def kl_keys(
+    x_ptr, t_ptr, keys_ptr, n, length, shape, x_strides, t_strides, LOG: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The largest key of a chunk of `length` terms."""
+    begin = tl.program_id(0).to(tl.int64) * length
+    stop = tl.minimum(begin + length, n)
+    index = begin + tl.arange(0, BLOCK)
+    key = terms.term_key(_terms(x_ptr, t_ptr, index, shape, x_strides, t_strides, index < stop, LOG))
+    for start in range(BLOCK, length, BLOCK):
+        at = index + start
+        p = _terms(x_ptr, t_ptr, at, shape, x_strides, t_strides, at < stop, LOG)
+        key = tl.maximum(key, terms.term_key(p))
+    tl.store(keys_ptr + tl.program_id(0), tl.max(key, axis=0))
+
+
+@triton.jit
+def kl_parts(
+    x_ptr, t_ptr, keys_ptr, words_ptr, n, length, chunks, shape, x_strides, t_strides,
+    LOG: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """The words of a chunk, or the mark of a sum that is not finite."""
+    c = tl.arange(0, CHUNKS)
+    key = tl.max(tl.load(keys_ptr + c, mask=c < chunks, other=0), axis=0)
+    _, scale, magic, low_scale = sums.term_scale(tl.zeros((1,), key.dtype) + key)
+    begin = tl.program_id(0).to(tl.int64) * length
+    stop = tl.minimum(begin + length, n)
+    index = begin + tl.arange(0, BLOCK)
+    p = _terms(x_ptr, t_ptr, index, shape, x_strides, t_strides, index < stop, LOG)
+    scale, magic, low_scale = scale + tl.zeros_like(p), magic + tl.zeros_like(p), low_scale + tl.zeros_like(p)
+    a, b = terms.term_parts(p, scale, magic, low_scale)
+    special = terms.special_terms(p)
+    for start in range(BLOCK, length, BLOCK):
+        at = index + start
+        p = _terms(x_ptr, t_ptr, at, shape, x_strides, t_strides, at < stop, LOG)
+        more_a, more_b = terms.term_parts(p, scale, magic, low_scale)
+        a += more_a
+        b += more_b
+        special += terms.special_terms(p)
+    # What one place of the tile holds fits a word; the tile as a whole may not.
+    w0, w1, w2, w3 = terms.split_words(a, b, WORDS, p.dtype == tl.float64)
+    mark = terms.mark_of(tl.sum(special, axis=0))
+    words = words_ptr + tl.program_id(0) * WORDS
+    tl.store(words, tl.where(terms.key_is_finite(key), tl.sum(w0, axis=0), mark))
+    if WORDS > 1:
+        tl.store(words + 1, tl.sum(w1, axis=0))
+    if WORDS > 2:
+        tl.store(words + 2, tl.sum(w2, axis=0))
+        tl.store(words + 3, tl.sum(w3, axis=0))
+
+
+@triton.jit
+def kl_gradient(
+    g_ptr, x_ptr, t_ptr, dx_ptr, n, divisor, shape, g_strides, x_strides, t_strides, dx_strides,
+    LOG: tl.constexpr, INPUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient for the input or the target."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < n
+    g = _load(g_ptr, index, shape, g_strides, mask)
+    g = ops.divide(g, tl.zeros_like(g) + wide_int(divisor).to(g.dtype))
+    t = _load(t_ptr, index, shape, t_strides, mask)
+    if LOG:
+        p = ops.exp(t)
+    else:
+        p = t
+    if INPUT:
+        slope = ops.negate(p)
+    else:
+        x = _load(x_ptr, index, shape, x_strides, mask)
+        if LOG:
+            slope = _known(p, x, p * ((t - x) + 1.0))
+        else:
+            slope = _known(p, x, (ops.log(t) - x) + 1.0)
+    dx = ops.narrow(g * slope, dx_ptr.dtype.element_ty, False)
+    tl.store(dx_ptr + _offset(index, shape, dx_strides), dx, mask=mask)

@@ -1,0 +1,234 @@
+# ruff: noqa: N803, RET505, SIM108
+# A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
+"""Gumbel-softmax in Triton; `gumbel_reference.py` is the definition, noise included.
+
+Rows that fit a tile (HELD) make their noise once; longer ones make it anew in each pass, which costs no memory.
+"""
+
+import triton
+import triton.language as tl
+
+from isograd.losses import triton_tiles as tiles
+from isograd.numerics import triton_memory as memory
+from isograd.numerics import triton_ops as ops
+from isograd.softmax import triton_rows as rows
+
+_M0, _M1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
+_K0, _K1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
+_ALL = tl.constexpr(0xFFFFFFFF)
+
+
+# --- noise -----------------------------------------------------------------------------------------------------------
+@triton.jit
+def _words(value, like):
+    """A constant as unsigned words."""
+    return tl.full(like.shape, value, tl.uint32)
+
+
+@triton.jit
+def philox(block, seed_low, seed_high):
+    """The four words of Philox-4x32-10 for blocks that uint64 counts; the last word of the counter is all ones."""
+    c0, c1 = (block & _ALL).to(tl.uint32), (block >> 32).to(tl.uint32)
+    c2, c3 = _words(0, block), _words(_ALL, block)
+    k0 = _words(0, block) + seed_low.to(tl.uint32, bitcast=True)
+    k1 = _words(0, block) + seed_high.to(tl.uint32, bitcast=True)
+    a, b = _words(_M0, block), _words(_M1, block)
+    for _ in tl.static_range(10):
+        first, third = c0, c2
+        c0 = tl.umulhi(b, third) ^ c1 ^ k0
+        c2 = tl.umulhi(a, first) ^ c3 ^ k1
+        c1 = b * third
+        c3 = a * first
+        k0 += _words(_K0, block)
+        k1 += _words(_K1, block)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _variate(word, high, work: tl.constexpr):
+    """The variate in (0, 1) of a word, or of a pair of words, the low one first."""
+    if work == tl.float64:
+        bits = ((high.to(tl.uint64) << 32) | word.to(tl.uint64)) >> 12
+        return bits.to(tl.int64).to(tl.float64) * 2.220446049250313e-16 + 1.1102230246251565e-16
+    else:
+        return (word >> 9).to(tl.int32).to(tl.float32) * 1.1920928955078125e-07 + 5.9604644775390625e-08
+
+
+@triton.jit
+def _gumbel(u):
+    return ops.negate(ops.log(ops.negate(ops.log(u))))
+
+
+@triton.jit
+def _noise(index, seed_low, seed_high, work: tl.constexpr):
+    """The noise of numbers that int64 counts modulo 2^64, a block for each."""
+    index = index.to(tl.uint64, bitcast=True)
+    if work == tl.float64:
+        w0, w1, w2, w3 = philox(index >> 1, seed_low, seed_high)
+        odd = (index & 1) == 1
+        return _gumbel(_variate(tl.where(odd, w2, w0), tl.where(odd, w3, w1), work))
+    else:
+        w0, w1, w2, w3 = philox(index >> 2, seed_low, seed_high)
+        odd, upper = (index & 1) == 1, (index & 2) == 2
+        word = tl.where(upper, tl.where(odd, w3, w2), tl.where(odd, w1, w0))
+        return _gumbel(_variate(word, word, work))
+
+
+@triton.jit
+def _noise_of_neighbours(index, seed_low, seed_high, work: tl.constexpr):
+    """The same for a tile whose accesses hold neighbouring numbers, whole blocks of them: a block is made once."""
+    count: tl.constexpr = index.shape[3]
+    index = index.to(tl.uint64, bitcast=True)
+    each: tl.constexpr = 2 if work == tl.float64 else 4
+    shape: tl.constexpr = (index.shape[0], index.shape[1], index.shape[2], count // each, each)
+    # The first number of each block: the others are at most `each` - 1 above it.
+    first = tl.min(tl.reshape(index >> (1 if work == tl.float64 else 2), shape).to(tl.int64, bitcast=True), axis=4)
+    w0, w1, w2, w3 = philox(first.to(tl.uint64, bitcast=True), seed_low, seed_high)
+    if work == tl.float64:
+        u = tl.join(_variate(w0, w1, work), _variate(w2, w3, work))
+    else:
+        u = tl.join(
+            tl.join(_variate(w0, w0, work), _variate(w2, w2, work)),
+            tl.join(_variate(w1, w1, work), _variate(w3, w3, work)),
+        )
+    return _gumbel(tl.reshape(u, (index.shape[0], index.shape[1], index.shape[2], count)))
+
+
+@triton.jit
+def _perturbed(
+    base, row, column, inner_stride, axis_stride, mask, index, factor, seed_low, seed_high, WHOLE: tl.constexpr,
+    work: tl.constexpr,
+):  # fmt: skip
+    """A tile of (x + g) / tau, -inf where there is none."""
+    x = tiles.load(base, row, column, inner_stride, axis_stride, mask, 0.0)
+    if WHOLE:
+        g = _noise_of_neighbours(index, seed_low, seed_high, work)
+    else:
+        g = _noise(index, seed_low, seed_high, work)
+    return tl.where(mask, (x + g) * factor, float("-inf"))
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+@triton.jit(do_not_specialize=["factor_low", "factor_high", "seed_low", "seed_high", "offset_low", "offset_high"])
+def gumbel_softmax_rows(
+    x_ptr, y_ptr, factor_low, factor_high, seed_low, seed_high, offset_low, offset_high, n, inner,
+    x_axis, x_inner, number_axis, number_inner, y_axis, y_inner, outer_shape, x_outer, number_outer, y_outer,
+    HARD: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """Rows of the result. The elements' numbers have strides as a tensor has; WHOLE: a row starts with a block."""
+    work: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
+    factor = tiles.number(factor_low, factor_high, work)
+    row, outer = tiles.place(inner, ROWS)
+    column = tiles.columns(BLOCK, GROUP, V)
+    inside = tiles.broad(row < inner)
+    x_ptr += memory.outer_offset(outer, outer_shape, x_outer)
+    y_ptr += memory.outer_offset(outer, outer_shape, y_outer)
+    offset = (offset_high.to(tl.int64) << 32) | (offset_low.to(tl.int64) & tl.full((), 0xFFFFFFFF, tl.int64))
+    offset += memory.outer_offset(outer, outer_shape, number_outer)
+    index = tiles.broad(offset + row * number_inner) + column * number_axis
+    held = _perturbed(
+        x_ptr, row, column, x_inner, x_axis, inside & (column < n), index, factor, seed_low, seed_high, WHOLE, work
+    )  # fmt: skip
+    stop = n
+    if HELD:
+        stop = BLOCK
+    best = held
+    if not HELD:
+        for start in range(BLOCK, stop, BLOCK):
+            mask = inside & (column + start < n)
+            z = _perturbed(
+                x_ptr, row, column + start, x_inner, x_axis, mask, index + start * memory.wide_int(number_axis), factor,
+                seed_low, seed_high, WHOLE, work,
+            )  # fmt: skip
+            best = tiles.larger(best, z)
+    m, valid = tiles.maximum(best)
+    base, floor, bias = rows.row_shift(m, False)
+    high_sum = tl.zeros((BLOCK // GROUP, ROWS), tl.int64)
+    low_sum = high_sum
+    place = tl.full((BLOCK // GROUP, ROWS), 0x7FFFFFFFFFFFFFFF, tl.int64)
+    for start in range(0, stop, BLOCK):
+        z = held
+        if not HELD:
+            mask = inside & (column + start < n)
+            z = _perturbed(
+                x_ptr, row, column + start, x_inner, x_axis, mask, index + start * memory.wide_int(number_axis), factor,
+                seed_low, seed_high, WHOLE, work,
+            )  # fmt: skip
+        if HARD:
+            at = tl.where(z == tiles.broad(m), column + start, 0x7FFFFFFFFFFFFFFF)
+            place = tl.minimum(place, tl.min(tl.min(at, axis=3), axis=2))
+        else:
+            _, high, low = tiles.exponentials(z, base, floor, bias)
+            high_sum += high
+            low_sum += low
+    first = tl.min(place, axis=0)
+    hi, lo = rows.wide_sum(high_sum, low_sum, work)
+    r, r_low, largest = tiles.factors(hi, lo, m, base, floor, bias, valid, work)
+    for start in range(0, stop, BLOCK):
+        mask = inside & (column + start < n)
+        if HARD:
+            y = tl.where(column + start == tiles.broad(first), 1.0, 0.0).to(work)
+            y = tl.where(tiles.broad(valid), y, float("nan"))
+        else:
+            z = held
+            if not HELD:
+                z = _perturbed(
+                    x_ptr, row, column + start, x_inner, x_axis, mask, index + start * memory.wide_int(number_axis),
+                    factor, seed_low, seed_high, WHOLE, work,
+                )  # fmt: skip
+            y = tiles.probabilities(z, m, base, floor, bias, r, r_low, largest)
+        tiles.store(y_ptr, row, column + start, y_inner, y_axis, mask, y)
+
+
+@triton.jit(do_not_specialize=["factor_low", "factor_high"])
+def gumbel_softmax_backward_rows(
+    dy_ptr, y_ptr, dx_ptr, factor_low, factor_high, n, inner, dy_axis, dy_inner, y_axis, y_inner, dx_axis, dx_inner,
+    outer_shape, dy_outer, y_outer, dx_outer,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """Rows of the gradient; dx may be dy or y."""
+    work: tl.constexpr = tl.float64 if dy_ptr.dtype.element_ty == tl.float64 else tl.float32
+    factor = tiles.number(factor_low, factor_high, work)
+    row, outer = tiles.place(inner, ROWS)
+    column = tiles.columns(BLOCK, GROUP, V)
+    inside = tiles.broad(row < inner)
+    dy_ptr += memory.outer_offset(outer, outer_shape, dy_outer)
+    y_ptr += memory.outer_offset(outer, outer_shape, y_outer)
+    dx_ptr += memory.outer_offset(outer, outer_shape, dx_outer)
+    mask = inside & (column < n)
+    held_dy = tiles.load(dy_ptr, row, column, dy_inner, dy_axis, mask, 0.0)
+    held_y = tiles.load(y_ptr, row, column, y_inner, y_axis, mask, 0.0)
+    stop = n
+    if HELD:
+        stop = BLOCK
+    most = held_y * held_dy
+    least = most
+    if not HELD:
+        for start in range(BLOCK, stop, BLOCK):
+            mask = inside & (column + start < n)
+            dy = tiles.load(dy_ptr, row, column + start, dy_inner, dy_axis, mask, 0.0)
+            y = tiles.load(y_ptr, row, column + start, y_inner, y_axis, mask, 0.0)
+            most, least = tiles.extremes(most, least, y * dy)
+    key, special, exponent, scale, magic, low_scale = tiles.term_scale(most, least)
+    high_sum = tl.zeros((BLOCK // GROUP, ROWS), tl.int64)
+    low_sum = high_sum
+    for start in range(0, stop, BLOCK):
+        dy, y = held_dy, held_y
+        if not HELD:
+            mask = inside & (column + start < n)
+            dy = tiles.load(dy_ptr, row, column + start, dy_inner, dy_axis, mask, 0.0)
+            y = tiles.load(y_ptr, row, column + start, y_inner, y_axis, mask, 0.0)
+        high, low = tiles.limbs(y * dy, scale, magic, low_scale)
+        high_sum += high
+        low_sum += low
+    s = tiles.total(high_sum, low_sum, exponent, special, key, work)
+    for start in range(0, stop, BLOCK):
+        mask = inside & (column + start < n)
+        dy, y = held_dy, held_y
+        if not HELD:
+            dy = tiles.load(dy_ptr, row, column + start, dy_inner, dy_axis, mask, 0.0)
+            y = tiles.load(y_ptr, row, column + start, y_inner, y_axis, mask, 0.0)
+        tiles.store(
+            dx_ptr, row, column + start, dx_inner, dx_axis, mask, (y * (dy - tiles.broad(s))) * factor
+        )  # fmt: skip

@@ -1,0 +1,112 @@
+"""The Triton kernels: the reference's bits in Triton's interpreter, and code for GPUs that are not there."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import isograd as ig
+
+torch = pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("triton", reason="needs triton")
+
+from losses_more_compiled import TARGETS, kernels_of  # noqa: E402
+
+from isograd.losses import triton_more_launch as launch  # noqa: E402
+from isograd.losses.promises import work_name  # noqa: E402
+
+SCRIPT = Path(__file__).parent / "losses_more_interpreted.py"
+CASES = {
+    "kl": 80,
+    "kl_backward": 80,
+    "distillation": 24,
+    "distillation_backward": 24,
+    "top": 24,
+    "top_backward": 24,
+    "faults": 16,
+    "gumbel": 32,
+    "gumbel_backward": 32,
+    "sparsemax": 32,
+    "sparsemax_backward": 32,
+}
+
+
+@pytest.mark.parametrize("suite", CASES)
+def test_interpreter_returns_the_bits_of_the_reference(suite: str) -> None:
+    paths = [str(Path(ig.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), suite]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    cases, wrong = map(int, done.stdout.split())
+    assert cases == CASES[suite]
+    assert wrong == 0, done.stderr
+
+
+# dtype, rows, columns: rows that a tile holds, rows of doubles, rows in passes
+PROBLEMS = {"rows": ("bfloat16", 64, 1024), "doubles": ("float64", 64, 250), "long rows": ("float32", 8, 100_000)}
+OPERATIONS = (
+    "kl_div",
+    "kl_div_backward",
+    "distillation_loss",
+    "distillation_loss_backward",
+    "top_loss",
+    "top_loss_backward",
+    "gumbel_softmax",
+    "gumbel_softmax_backward",
+    "sparsemax",
+    "sparsemax_backward",
+)
+
+
+def call(operation: str, problem: str) -> Any:
+    """A function that launches an operation."""
+    name, count, n = PROBLEMS[problem]
+    shape, dtype, work = (count, n), getattr(torch, name), getattr(torch, work_name(name))
+    x, loss = torch.zeros(shape, dtype=dtype), torch.zeros((), dtype=work)
+    if operation == "kl_div":
+        descriptor: Any = ig.KlDivDescriptor(shape, name)
+        return lambda: launch.kl_div(descriptor, {"input": x, "target": x, "loss": loss})
+    if operation == "kl_div_backward":
+        descriptor = ig.KlDivBackwardDescriptor(shape, name, wrt="target")
+        return lambda: launch.kl_div_backward(descriptor, {"dloss": loss, "input": x, "target": x, "dx": x})
+    if operation.endswith(("_loss", "_loss_backward")):
+        top, backward = operation.startswith("top"), operation.endswith("backward")
+        kind = ig.DistillationLossBackwardDescriptor if backward else ig.DistillationLossDescriptor
+        descriptor = kind(shape, name, classes=8 if top else None, reduction="none").validated()
+        losses = torch.zeros(count, dtype=work)
+        arguments = {"student": x, "teacher": x[:, :8] if top else x}
+        arguments |= {"indices": torch.zeros((count, 8), dtype=torch.int64)} if top else {}
+        arguments |= {"dloss": losses, "dstudent": x} if backward else {"loss": losses}
+        return lambda: launch.distillation(descriptor, arguments)
+    kinds = {
+        "gumbel_softmax": (ig.GumbelSoftmaxDescriptor, ("logits", "y")),
+        "gumbel_softmax_backward": (ig.GumbelSoftmaxBackwardDescriptor, ("dy", "y", "dx")),
+        "sparsemax": (ig.SparsemaxDescriptor, ("x", "y")),
+        "sparsemax_backward": (ig.SparsemaxBackwardDescriptor, ("dy", "y", "dx")),
+    }
+    kind, names = kinds[operation]
+    descriptor = kind(shape, name).validated()
+    return lambda: launch.simplex(descriptor, dict.fromkeys(names, x))
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_compiles(operation: str, problem: str, target: str) -> None:
+    needs = kernels_of(target, call(operation, problem))
+    assert needs
+    for name, need in needs.items():
+        # A few words of the stack are what the compiler's scheduling costs.
+        assert need["stack"] <= 64, name
+        assert need["registers"] <= 255, name
+        assert need["shared"] <= 64 * 1024, name
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("target", sorted(TARGETS.keys() - {"sm_90", "gfx942"}))
+def test_compiles_elsewhere(operation: str, target: str) -> None:
+    assert kernels_of(target, call(operation, "rows"))
