@@ -14,11 +14,6 @@ SUITES: dict[str, Suite] = {
     **cross_entropy.SUITES,
     **divergences.SUITES,
 }
-from isograd.cli.suites import gather, losses_more, softmax
-from isograd.cli.suites.common import Case, Suite
-from isograd.fenv import default_environment
-
-SUITES: dict[str, Suite] = {**softmax.SUITES, **gather.SUITES, **losses_more.SUITES}
 
 
 def cases(operation: str, dtype: str) -> list[Case]:
