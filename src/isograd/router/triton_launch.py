@@ -15,8 +15,7 @@ from isograd.reduction import cuda as reduction
 from isograd.router import triton_kernels, triton_moe
 from isograd.triton_launcher import Launcher, Specification, architecture, kept, power_of_two
 
-_TILE = 1024  # elements of a row that top_k holds
-_FAST_K = 128
+_TILE, _FAST_K = 1024, 128  # elements of a row that top_k holds, and how many of them it takes
 _MOST_SEPARATED = 31  # chosen experts of the short cut, one a lane and one for comparison
 
 
@@ -327,8 +326,8 @@ class _Counted(NamedTuple):
 
 
 def _count(operation: str, experts: torch.Tensor, bound: int) -> _Counted:
-    flat, device = experts.reshape(-1).contiguous(), experts.device
-    count, blocks = flat.numel(), max(_programs(flat.numel(), _BLOCK), 1)
+    flat, device, count = experts.reshape(-1).contiguous(), experts.device, experts.numel()
+    blocks = max(_programs(count, _BLOCK), 1)
     ranks = torch.empty(count, dtype=torch.int32, device=device)
     counts = torch.zeros(blocks, bound + 1, dtype=torch.int32, device=device)
     totals = torch.empty(bound + 1, dtype=torch.int64, device=device)
@@ -401,8 +400,7 @@ def moe_combine(
     if y.numel() == 0:
         return
     tokens, width = y.shape
-    positions = _inverse(operation, order)
-    w = rows if weights is None else weights
+    positions, w = _inverse(operation, order), rows if weights is None else weights
     strides = (*rows.stride(), *w.stride(), *y.stride())
     launcher = _combine(tokens, order.numel() // tokens, width, strides, rows.dtype, weights is not None)
     launcher(rows, w, positions, y)
