@@ -15,10 +15,7 @@ from isograd.reduction import cuda as reduction
 from isograd.router import triton_kernels, triton_moe
 from isograd.triton_launcher import Launcher, Specification, architecture, kept, power_of_two
 
-MOST_EXPERTS = 4096  # experts that one program holds
-_FEW_BINS = 4096  # experts that are counted block by block
-_TILE = 1024  # elements of a row that top_k holds
-_FAST_K = 128
+_TILE, _FAST_K = 1024, 128  # elements of a row that top_k holds, and how many of them it takes
 _MOST_SEPARATED = 31  # chosen experts of the short cut, one a lane and one for comparison
 
 
@@ -73,9 +70,9 @@ class _Result:
             self._out.copy_(self.matrix.view(self._out.shape))
 
 
-def _aligned(matrix: torch.Tensor, native: int) -> bool:
+def _native(x: torch.Tensor) -> bool:
     """Whether the packed conversions of NVIDIA's kernels apply: they want pairs of neighbours."""
-    return native >= 90 and matrix.shape[1] > 1
+    return architecture(x) >= 90 and x.shape[1] > 1
 
 
 def _programs(count: int, size: int) -> int:
@@ -172,7 +169,7 @@ def moe_router(
         bias is not None,
         renormalize,
         _scale(scale, weights.dtype),
-        _aligned(x, architecture(x)),
+        _native(x),
         config,
     )
     launcher = _router(problem)
@@ -233,7 +230,7 @@ def moe_router_backward(
         softmax,
         renormalize,
         _scale(scale, dweights.dtype),
-        _aligned(x, architecture(x)),
+        _native(x),
         tile(x.shape[1], x.element_size()) if config is None else config,
     )
     _router_backward(problem)(g, x, i, out.matrix, faults.flag(x.device))
@@ -263,7 +260,7 @@ def top_k(x: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, axis: in
     n, k = rows.shape[1], values.shape[axis]
     if power_of_two(n) <= _TILE and k <= _FAST_K:
         strides = (*rows.stride(), *v.matrix.stride(), *i.matrix.stride())
-        _top_k(len(rows), n, k, strides, x.dtype, _aligned(rows, architecture(x)))(rows, v.matrix, i.matrix)
+        _top_k(len(rows), n, k, strides, x.dtype, _native(rows))(rows, v.matrix, i.matrix)
     else:
         rows = rows.contiguous()
         keys = torch.empty(rows.shape, dtype=torch.int64 if x.dtype == torch.float64 else torch.int32, device=x.device)
@@ -329,9 +326,8 @@ class _Counted(NamedTuple):
 
 
 def _count(operation: str, experts: torch.Tensor, bound: int) -> _Counted:
-    flat, device = experts.reshape(-1), experts.device
-    flat = flat.contiguous()
-    count, blocks = flat.numel(), max(_programs(flat.numel(), _BLOCK), 1)
+    flat, device, count = experts.reshape(-1).contiguous(), experts.device, experts.numel()
+    blocks = max(_programs(count, _BLOCK), 1)
     ranks = torch.empty(count, dtype=torch.int32, device=device)
     counts = torch.zeros(blocks, bound + 1, dtype=torch.int32, device=device)
     totals = torch.empty(bound + 1, dtype=torch.int64, device=device)
@@ -404,8 +400,7 @@ def moe_combine(
     if y.numel() == 0:
         return
     tokens, width = y.shape
-    positions = _inverse(operation, order)
-    w = rows if weights is None else weights
+    positions, w = _inverse(operation, order), rows if weights is None else weights
     strides = (*rows.stride(), *w.stride(), *y.stride())
     launcher = _combine(tokens, order.numel() // tokens, width, strides, rows.dtype, weights is not None)
     launcher(rows, w, positions, y)
@@ -489,7 +484,7 @@ def router_z_loss(logits: torch.Tensor, loss: torch.Tensor) -> None:
     x = _matrix(logits)
     squares = torch.empty(len(x), dtype=loss.dtype, device=x.device)
     if len(x):
-        launcher = _z_loss(len(x), x.shape[1], (*x.stride(), 1, 1), x.dtype, False, _aligned(x, architecture(x)))
+        launcher = _z_loss(len(x), x.shape[1], (*x.stride(), 1, 1), x.dtype, False, _native(x))
         launcher(x, squares, squares)
     loss.copy_(reduction.mean(squares))
 
@@ -500,6 +495,6 @@ def router_z_loss_backward(dloss: torch.Tensor, logits: torch.Tensor, dlogits: t
         return
     x, out = _matrix(logits), _Result(dlogits)
     strides = (*x.stride(), *out.matrix.stride())
-    launcher = _z_loss(len(x), x.shape[1], strides, x.dtype, True, _aligned(x, architecture(x)))
+    launcher = _z_loss(len(x), x.shape[1], strides, x.dtype, True, _native(x))
     launcher(x, dloss, out.matrix)
     out.done()
