@@ -109,7 +109,7 @@ def linear_cross_entropy(
 
 def kl_div(x: Operand, target: Operand, reduction: str = "mean", log_target: bool = False) -> Variable:
     """The divergence of a target distribution from log-probabilities; both get gradients."""
-    return apply(rules.kl_div, x, target, reduction=reduction, log_target=log_target)
+    return apply(loss_rules.kl_div, x, target, reduction=reduction, log_target=log_target)
 
 
 def distillation_loss(
@@ -119,7 +119,7 @@ def distillation_loss(
     # Copies, as constants are elsewhere: the caller may overwrite the originals before the gradient is computed.
     constants = [None if a is None else np.array(getattr(a, "value", a)) for a in (teacher, indices)]
     return apply(
-        rules.distillation_loss,
+        loss_rules.distillation_loss,
         student,
         teacher=constants[0],
         temperature=temperature,
@@ -132,12 +132,12 @@ def gumbel_softmax(
     x: Variable, tau: float = 1.0, hard: bool = False, axis: int = -1, seed: int = 0, offset: int = 0
 ) -> Variable:
     """A sample of the Gumbel-softmax distribution over an axis."""
-    return apply(rules.gumbel_softmax, x, tau=tau, hard=hard, axis=axis, seed=seed, offset=offset)
+    return apply(loss_rules.gumbel_softmax, x, tau=tau, hard=hard, axis=axis, seed=seed, offset=offset)
 
 
 def sparsemax(x: Variable, axis: int = -1) -> Variable:
     """The point of the probability simplex nearest to each row of an axis."""
-    return apply(rules.sparsemax, x, axis=axis)
+    return apply(loss_rules.sparsemax, x, axis=axis)
 
 
 def sum(x: Variable, axis: rules.Axes = None, keepdims: bool = False) -> Variable:  # noqa: A001 - NumPy's name
