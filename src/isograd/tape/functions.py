@@ -11,7 +11,7 @@ import numpy as np
 
 from isograd.arrays import to_numpy
 from isograd.errors import InvalidProblemError
-from isograd.tape import gather_rules, rules
+from isograd.tape import distribution_rules, gather_rules, rules
 from isograd.tape.variable import Operand, Variable, apply
 
 
@@ -82,7 +82,7 @@ def log_softmax(x: Variable, axis: int = -1) -> Variable:
 
 def kl_div(x: Operand, target: Operand, reduction: str = "mean", log_target: bool = False) -> Variable:
     """The divergence of a target distribution from log-probabilities; both get gradients."""
-    return apply(rules.kl_div, x, target, reduction=reduction, log_target=log_target)
+    return apply(distribution_rules.kl_div, x, target, reduction=reduction, log_target=log_target)
 
 
 def distillation_loss(
@@ -93,19 +93,19 @@ def distillation_loss(
     teacher = teacher.value if isinstance(teacher, Variable) else teacher
     options = {"teacher": _indices("distillation_loss", teacher, "teacher"), "temperature": temperature}
     indices = None if indices is None else _indices("distillation_loss", indices)
-    return apply(rules.distillation_loss, student, **options, indices=indices, reduction=reduction)
+    return apply(distribution_rules.distillation_loss, student, **options, indices=indices, reduction=reduction)
 
 
 def gumbel_softmax(
     x: Variable, tau: float = 1.0, hard: bool = False, axis: int = -1, seed: int = 0, offset: int = 0
 ) -> Variable:
     """A sample of the Gumbel-softmax distribution over an axis."""
-    return apply(rules.gumbel_softmax, x, tau=tau, hard=hard, axis=axis, seed=seed, offset=offset)
+    return apply(distribution_rules.gumbel_softmax, x, tau=tau, hard=hard, axis=axis, seed=seed, offset=offset)
 
 
 def sparsemax(x: Variable, axis: int = -1) -> Variable:
     """The point of the probability simplex nearest to each row of an axis."""
-    return apply(rules.sparsemax, x, axis=axis)
+    return apply(distribution_rules.sparsemax, x, axis=axis)
 
 
 def sum(x: Variable, axis: rules.Axes = None, keepdims: bool = False) -> Variable:  # noqa: A001 - NumPy's name
