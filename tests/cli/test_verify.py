@@ -247,13 +247,13 @@ def test_only_what_is_promised_is_checked(cli, plant):
 
 def test_operations_without_cases_are_named(cli):
     kernel = NumbaSoftmax()
-    ig.register_kernel("sparsemax", "cpu", "float32", kernel)
+    ig.register_kernel("entmax", "cpu", "float32", kernel)
     try:
         result = cli("verify", *ONE)
     finally:
-        ig.unregister_kernel("sparsemax", "cpu", "float32", kernel.name)
+        ig.unregister_kernel("entmax", "cpu", "float32", kernel.name)
     assert result.exit_code == 0
-    assert "not verified: sparsemax" in result.stdout
+    assert "not verified: entmax" in result.stdout
 
 
 @pytest.mark.parametrize("option", ["--device", "--operation", "--dtype"])
