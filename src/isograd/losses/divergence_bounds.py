@@ -36,19 +36,18 @@ def sum_error(terms: Floats, dtype: str, axis: Any = None) -> Floats:
 
 
 def _reduced(losses: Floats, errors: Floats, reduction: str, dtype: str) -> Floats:
-    """The bound of the reduced losses from those of single ones."""
+    """The bound of the reduced losses from those of single ones, their own rounding included."""
     work = work_name(dtype)
     count = ref.divisor(reduction, losses.shape)
-    value: Floats
-    error: Floats
     with np.errstate(all="ignore"):
         if reduction == "none":
-            value, error = losses, errors
-        else:
-            value = np.asarray(losses.sum() / _WIDE(count))
-            error = np.asarray((errors.sum() + sum_error(losses, work)) / _WIDE(max(count, 1)))
+            return np.asarray(
+                np.where(np.isfinite(losses) & (np.abs(losses) > family._FORMATS[work][2]), np.inf, errors)
+            )
+        value = np.asarray(losses.sum() / _WIDE(count))
+        error = np.asarray((errors.sum() + sum_error(losses, work)) / _WIDE(max(count, 1)))
         overflow = np.isfinite(value) & (np.abs(value) * max(count, 1) > family._FORMATS[work][2])
-        return np.asarray(np.where(overflow, np.inf, error + 2 * family.ulp(value, work)))
+        return np.asarray(np.where(overflow, np.inf, error + family.ulp(value, work)))
 
 
 def _kl_parts(input: Floats, target: Floats, log_target: bool) -> tuple[Floats, Floats, Floats]:  # noqa: A002
@@ -64,7 +63,7 @@ def _kl_div(dtype: str, input: Floats, target: Floats, reduction: str = "mean", 
     with np.errstate(all="ignore"):
         terms = ref.oracle_kl_terms(input, target, log_target)
         p, log_p, d = _kl_parts(input, target, log_target)
-        errors = 3 * u * p * (log_p + d) + 2 * eta + (3 * u * p * d + 4 * eta * d if log_target else 0)
+        errors = (4.3 * u * p * d + 4 * eta * d if log_target else 2.2 * u * p * (log_p + d)) + 2 * eta
         return _reduced(terms, np.where(np.isfinite(terms), errors, 0), reduction, dtype)
 
 
@@ -115,8 +114,9 @@ class _Rows:
         delta = _delta(z, temperature, u)
         m = np.abs(np.max(z, axis=-1, keepdims=True, initial=-np.inf))
         self.shift = delta + _mean(self.p, delta)  # of a log-probability, by the scaling
-        self.log_error = self.shift + 2 * n * 2.0**-bits + u * (2 + math.log(max(n, 1))) + 8 * u * u * m
-        self.relative = 4 * u + n * 2.0**-bits + np.expm1(np.minimum(self.shift, 50))
+        self.log_error = self.shift + 2 * n * 2.0**-bits + u * (0.35 + 0.1 * math.log(max(n, 1))) + 8 * u * u * m
+        # Half an ulp for the last rounding, 1.0 u for the exponential and 0.3 u for the sum.
+        self.relative = 2.4 * u + n * 2.0**-bits + np.expm1(np.minimum(self.shift, 50))
 
 
 def _row_terms(dtype: str, student: Floats, teacher: Floats, temperature: float) -> tuple[Floats, Floats]:
@@ -124,7 +124,7 @@ def _row_terms(dtype: str, student: Floats, teacher: Floats, temperature: float)
     terms = ref.oracle_distillation_terms(student, teacher, None, temperature)
     s, t = _Rows(student, temperature, dtype), _Rows(teacher, temperature, dtype)
     d = np.where(t.p > 0, np.abs(t.log_p - s.log_p), 0)
-    errors = t.p * (t.log_error + s.log_error + 4 * u * d) + d * (t.p * (t.relative + 2 * u) + 4 * eta) + 2 * eta
+    errors = t.p * (t.log_error + s.log_error + 1.1 * u * d) + d * (t.p * (t.relative + 1.1 * u) + 4 * eta) + 2 * eta
     return terms, np.where(np.isfinite(terms), errors, 0)
 
 
@@ -146,7 +146,7 @@ def _top_terms(dtype: str, student: Floats, teacher: Floats, indices: Any, tempe
     s, p = _Rows(student, temperature, dtype), np.exp(log_p)
     at = np.take_along_axis(np.broadcast_to(s.log_error, student.shape), indices.astype(np.int64), -1)
     d = np.where(p > 0, np.abs(log_p - log_q), 0)
-    errors = p * (at + 4 * u * np.where(p > 0, np.abs(log_q), 0) + 6 * u * d) + d * 4 * eta + 2 * eta
+    errors = p * (at + 1.1 * u * np.where(p > 0, np.abs(log_q), 0) + 4.3 * u * d) + d * 4 * eta + 2 * eta
     off = _rest_error(log_p, dtype)
     most = np.max(s.log_error, axis=-1, initial=0)
     about = np.abs(np.log(off)) + np.abs(log_q_rest) + 2
@@ -175,7 +175,8 @@ def _distillation_loss(
             terms, errors = _top_terms(dtype, student, teacher, indices, temperature)
         losses = _WIDE(temperature) ** 2 * terms.sum(-1)
         error = _WIDE(temperature) ** 2 * (errors.sum(-1) + sum_error(terms, work_name(dtype), -1))
-        error = error + 4 * u * np.abs(losses) + family.ulp(losses, work_name(dtype))
+        exact = math.frexp(temperature)[0] == 0.5
+        error = error + family.ulp(losses, work_name(dtype)) / 2 + (0 if exact else 4.1 * u * np.abs(losses))
         return _reduced(losses, np.where(np.isfinite(losses), error, 0), reduction, dtype)
 
 
@@ -222,10 +223,10 @@ _EVALUATE: dict[str, Callable[..., Floats]] = {
     "distillation_loss_backward": _distillation_loss_backward,
 }
 _FORMULAS = {
-    "kl_div": "(Σ 3u·p·(|log p| + 2·|log p - x|) + n·q/2) / count + 2 ulp",
+    "kl_div": "(Σ u·p·(2.2·|log p| + 4.3·|log p - x|) + n·q/2) / count + ulp",
     "kl_div_backward": "5u·|g|·(|log p| + 2·|log p - x| + 2) + ulp(dx)/2 (input: 5u·|dx| + ulp(dx)/2)",
-    "distillation_loss": "T²·Σ p·((10u + n·q)·|d| + 2n·q + u·(4 + 2 log n) + 2δ) + n·q/2 + 2 ulp, d = log p - log q",
-    "distillation_loss_backward": "T·|g|·(p + q)·(4u + n·q + 2δ) + 6u·|dx| + ulp(dx)/2",
+    "distillation_loss": "T²·(Σ p·((4.6u + n·q)·|d| + 4n·q + u·(0.7 + 0.2 log n) + 2δ) + n·q/2) + ulp",
+    "distillation_loss_backward": "T·|g|·(p + q)·(2.4u + n·q + 2δ) + 6u·|dx| + ulp(dx)/2",
 }
 
 

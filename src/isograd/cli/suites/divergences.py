@@ -32,6 +32,8 @@ def _logits(dtype: str, stream: int) -> Iterator[tuple[str, Array, Array]]:
     for shape in ((6, 1), (5, 31), (40, 256), (3, 5000)):
         x, t = pair(shape)
         yield f"{shape[0]} x {shape[1]}", store(x, dtype), store(t, dtype)
+    x, t = pair((60, 2))
+    yield "two classes", store(x, dtype), store(t, dtype)
     x, t = pair((4, 300), 60.0)
     yield "wide spread", store(x, dtype), store(t, dtype)
     x, t = pair((4, 300))
