@@ -35,6 +35,13 @@ def test_debug_is_a_switch_and_a_context() -> None:
     assert not faults._debugging
 
 
+def test_a_first_use_inside_a_capture_is_refused(monkeypatch) -> None:
+    torch = pytest.importorskip("torch", reason="needs torch")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(isograd.RecordingError, match="cuda:63 is inside a CUDA graph's capture; call it once before"):
+        faults.flag(torch.device("cuda", 63))
+
+
 def test_codes_are_numbers_of_operation_and_argument() -> None:
     first = faults.code("some_operation", "targets", negative=False)
     assert first > 0

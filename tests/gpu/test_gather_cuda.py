@@ -246,17 +246,11 @@ def test_faults() -> None:
 
 
 def test_faults_inside_a_graph() -> None:
-    """Every replay sets the flag; it cannot be made during a capture, which is said before anything is captured."""
+    """Every replay sets the flag."""
     x, v = torch.randn(4, 30, device="cuda"), torch.empty(4, 3, device="cuda")
     indices = torch.zeros(4, 3, dtype=torch.int64, device="cuda")
     launch.take_along_axis(x, indices, v, 1)
     isograd.check()
-    kept = dict(faults._flags)
-    faults._flags.clear()
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(isograd.RecordingError, match="call it once before"), torch.cuda.graph(graph):
-        launch.take_along_axis(x, indices, v, 1)
-    faults._flags.update(kept)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), isograd.debug():
         launch.take_along_axis(x, indices, v, 1)

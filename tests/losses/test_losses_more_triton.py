@@ -56,7 +56,6 @@ OPERATIONS = (
     "top_loss",
     "top_loss_backward",
     "gumbel_softmax",
-    "gumbel_softmax_backward",
     "sparsemax",
     "sparsemax_backward",
 )
@@ -84,7 +83,6 @@ def call(operation: str, problem: str) -> Any:
         return lambda: launch.distillation(descriptor, arguments)
     kinds = {
         "gumbel_softmax": (ig.GumbelSoftmaxDescriptor, ("logits", "y")),
-        "gumbel_softmax_backward": (ig.GumbelSoftmaxBackwardDescriptor, ("dy", "y", "dx")),
         "sparsemax": (ig.SparsemaxDescriptor, ("x", "y")),
         "sparsemax_backward": (ig.SparsemaxBackwardDescriptor, ("dy", "y", "dx")),
     }

@@ -43,7 +43,7 @@ def _to_cuda(array: Array) -> Any:
     import torch
 
     # Expanded axes stay expanded; torch has no negative strides, so such an array is copied.
-    stored = array[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in array.strides)]
+    stored = np.asarray(array[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in array.strides)])
     host = stored.copy(order="C")  # `ascontiguousarray` would give an array without dimensions one
     if min(_strides(stored), default=0) < 0:
         stored = host

@@ -17,6 +17,7 @@ from isograd.losses import (
 from isograd.losses.divergence_reference import divisor, temperature_of
 from isograd.reduction import cuda as reduction
 from isograd.reduction import triton_kernels as reduction_kernels
+from isograd.softmax.triton_kernels import softmax_backward
 from isograd.softmax.triton_launch import configuration
 from isograd.triton_launcher import (
     Launcher,
@@ -262,6 +263,10 @@ def simplex(descriptor: Any, arguments: Mapping[str, Any], size: Tile | None = N
     like, operation, axis = tensors[-1], descriptor.operation, descriptor.axis
     if like.numel() == 0:
         return
+    if operation == "gumbel_softmax_backward":
+        dy, y, dx = tensors
+        _gumbel_softmax_backward(dy, y, dx, axis, descriptor.tau)
+        return
     work = "float64" if like.dtype == torch.float64 else "float32"
     strides = [t.stride() for t in tensors]
     numbers: tuple[int, ...] = ()
@@ -285,6 +290,17 @@ def simplex(descriptor: Any, arguments: Mapping[str, Any], size: Tile | None = N
     )
     launcher = _simplex_rows(tuple(like.shape), tuple(strides), axis, fixed)
     launcher(*tensors, numbers=numbers)
+
+
+def _gumbel_softmax_backward(dy: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, axis: int, tau: float) -> None:
+    """The gradient of softmax in the work type, times 1 / tau, rounded to the storage type once."""
+    work = torch.float64 if dx.dtype == torch.float64 else torch.float32
+    of = np.float64 if work == torch.float64 else np.float32
+    product = torch.empty_like(dx, dtype=work)
+    softmax_backward(dy.to(work), y.to(work), product, axis)
+    product.mul_(float(of(1) / of(tau)))
+    dx.copy_(product)
+    dx.masked_fill_(dx.isnan(), float("nan"))  # whose bits torch's conversions do not keep
 
 
 @kept
