@@ -13,7 +13,6 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 import isograd  # noqa: E402
-from isograd import faults  # noqa: E402
 from isograd.gather import reference  # noqa: E402
 from isograd.gather import triton_launch as launch  # noqa: E402
 from isograd.reduction import cuda as reduction  # noqa: E402
