@@ -1,6 +1,6 @@
 """The gather family in NumPy: the definition that every kernel returns bit for bit, and its oracle.
 
-Formulas (rule 8 of `docs/arithmetic.md`); d stands for a destination element, S_d for the order-free sum of rule 4 over
+Formulas (rule 12 of `docs/arithmetic.md`); d stands for a destination element, S_d for the order-free sum of rule 4 over
 the sources of d alone, in the work type:
 
     take_along_axis            v[.., j, ..] = x[.., indices[.., j, ..], ..]   the stored bits

@@ -58,7 +58,7 @@ def cross_entropy(
     state); `cross_entropy_backward` takes the state, four numbers a row, and needs to sum nothing again.
 
     The loss is float32, for float64 logits float64. Rows with NaN or +inf, or of -inf alone, give NaN. The same bits in
-    every order of rows and classes (`docs/arithmetic.md`, rule 12); `CrossEntropyPlan` says how far off.
+    every order of rows and classes (`docs/arithmetic.md`, rule 14); `CrossEntropyPlan` says how far off.
 
     Raises IndexOutOfRangeError, naming the place, for a target that is no class, InvalidProblemError for shapes, axes
     and options that make no sense, UnsupportedError for another dtype.
