@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from isograd import arrays, functional
 from isograd.errors import InvalidProblemError
+from isograd.plan import checked_shape
 from isograd.router import descriptors as d
 from isograd.router import plans
 
@@ -344,7 +345,7 @@ def load_balancing_loss_backward(dloss: Any, experts: Any, shape: tuple[int, ...
     device, work = arrays.describe(dloss, name, "dloss")
     index_dtype = arrays.describe(experts, name, "experts", index=True)[1]
     dtype = work if dtype is None else dtype
-    sizes = tuple(functional.integer(name, "shape", size) for size in shape)
+    sizes = checked_shape(name, "shape", shape)
     k = _last(name, "experts", experts)
     descriptor = d.LoadBalancingLossBackwardDescriptor(sizes, k, dtype, index_dtype)
     plan = functional.plan(plans.LoadBalancingLossBackwardPlan, descriptor, device)
