@@ -79,7 +79,7 @@ class LossAccumulator:
 
     def mean(self, count: float) -> Any:
         """The sum over the count of all micro-batches (or over their weights): RN(total / RN(count))."""
-        with np.errstate(over="ignore"):
+        with default_environment(), np.errstate(over="ignore"):
             divisor = np.dtype(self.dtype).type(number("LossAccumulator.mean", "count", count))
         return divided(self.total(), divisor)[()]
 
