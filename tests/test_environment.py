@@ -71,9 +71,52 @@ def digest(selected=CALLS):
     return total.hexdigest()
 
 
+def work(dtype):
+    return np.float64 if dtype is np.float64 else np.float32
+
+
+def options():
+    """Calls whose options are numbers that the work type rounds."""
+    rng = np.random.default_rng(61)
+    made = []
+    for dtype in DTYPES:
+        x, other = (rng.standard_normal((20, 30)).astype(dtype) for _ in range(2))
+        weight, bias = rng.standard_normal((5, 30)).astype(dtype), rng.standard_normal(5).astype(dtype)
+        targets, few = rng.integers(0, 30, 20), rng.integers(0, 5, 20)
+        gradient = {"return_gradient": True, "dloss": 0.1}
+        made += [
+            (ig.cross_entropy, (x, targets), {"label_smoothing": 0.3, "z_loss": 0.1, "count": 3.3} | gradient),
+            (ig.cross_entropy, (x, targets), {"dloss": 1e-39, "return_gradient": True, "reduction": "sum"}),
+            (ig.linear_cross_entropy, (x, weight, few, bias), {"label_smoothing": 0.3, "z_loss": 0.1} | gradient),
+            (ig.distillation_loss, (x, other, 0.3), {}),
+            (ig.distillation_loss_backward, (np.ones((), work(dtype)), x, other, 0.3), {}),
+            (ig.gumbel_softmax, (x, 0.7), {"seed": 1}),
+            (ig.gumbel_softmax_backward, (other, ig.softmax(x), 0.7), {}),
+            (ig.moe_router, (x, 3), {"scale": 0.1, "renormalize": True}),
+        ]
+    return made
+
+
+OPTIONS = options()
+
+
 @pytest.fixture
 def two_threads(restore_threads):
     ig.set_num_threads(2)  # drops the pool: its threads start again, under the environment of the next call
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_options_are_rounded_under_the_default_environment(mode):
+    def results():
+        found = []
+        for function, arguments, keywords in OPTIONS:
+            result = function(*arguments, **keywords)
+            found += [np.asarray(a).tobytes() for a in (result if isinstance(result, tuple) else (result,))]
+        return found
+
+    expected = results()
+    with environment(mode):
+        assert results() == expected
 
 
 @pytest.mark.usefixtures("two_threads")

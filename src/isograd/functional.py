@@ -128,6 +128,8 @@ def permuted(array: Any, order: tuple[int, ...]) -> Any:
 
 def reshaped(operation: str, argument: str, array: Any, shape: tuple[int, ...]) -> Any:
     """The array in another shape, copied if its strides allow no view; a recording may not copy and refuses that."""
+    if isinstance(array, encoder.Pending):
+        return promised(array.operation, reshaped(operation, argument, encoder.unwrapped(array), shape))
     if array.shape == shape:
         return array
     with unguarded():

@@ -309,3 +309,10 @@ def test_outputs_that_overlap_an_input():
     refused(
         lambda: take.run(x=x, indices=np.zeros((3, 4), int), v=x), ig.InvalidProblemError, "v overlaps x", unchanged=[x]
     )
+
+
+def test_the_axis_of_slices_is_the_callers():
+    slices = np.ones((3, 2), np.float32)
+    for axis in (1, -1):
+        call = lambda axis=axis: ig.scatter_sum(X, np.array([0, 4]), slices, axis)  # noqa: E731
+        refused(call, ig.IndexOutOfRangeError, "scatter_sum: indices[1] is 4; axis 1 of size 4 accepts -4 to 3")

@@ -192,3 +192,23 @@ def test_a_target_that_is_no_class():
     inputs["targets"] = inputs["targets"].astype(np.float32)
     with pytest.raises(ig.UnsupportedError, match="targets"):
         ig.linear_cross_entropy(**inputs)
+
+
+def test_recorded_by_an_encoder():
+    inputs, g = arguments(np.random.default_rng(40), "float32")
+    inputs["hidden"] = np.stack([inputs["hidden"]] * 2)
+    inputs["targets"], g = np.stack([inputs["targets"]] * 2), np.stack([g] * 2)
+    with ig.Encoder() as encoder:
+        hidden = ig.softmax(inputs["hidden"])
+        losses = ig.linear_cross_entropy(**inputs | {"hidden": hidden}, reduction="none")
+        results = ig.linear_cross_entropy(
+            **inputs | {"hidden": hidden}, reduction="none", return_gradient=True, dloss=g
+        )  # fmt: skip
+    for _ in range(2):
+        given = inputs | {"hidden": ig.softmax(inputs["hidden"])}
+        expected = ig.linear_cross_entropy(**given, reduction="none", return_gradient=True, dloss=g)
+        assert losses.shape == (2, 7)
+        assert raw(losses.result()) == raw(expected[0])
+        assert [raw(a.result()) for a in results] == [raw(b) for b in expected]
+        inputs["hidden"][...] = np.random.default_rng(41).standard_normal((2, 7, 5))
+        encoder.replay()

@@ -114,3 +114,25 @@ def test_what_it_refuses():
     with pytest.raises(ig.InvalidProblemError, match="count"):
         total.mean("many")
     assert total.total() == 0
+
+
+@pytest.mark.parametrize(("dtype", "step"), [("float32", 2.0**-20), ("float64", 2.0**-30)])
+def test_losses_of_both_signs_round_alike(dtype, step):
+    half = np.ldexp(1.0, -BITS[dtype] - 1)
+    for loss, units in ((half * (1 + step), 1), (half * (1 - step), 0), (half, 0), (3 * half, 2)):
+        for sign in (1, -1):
+            total = ig.LossAccumulator(dtype)
+            total.add(np.array([sign * loss], dtype))
+            assert total.total() == sign * units * 2 * half
+
+
+def test_the_mean_of_nothing_is_the_canonical_nan():
+    for dtype, nan in (("float32", 0x7FC00000), ("float64", 0x7FF8000000000000)):
+        mean = ig.LossAccumulator(dtype).mean(0)
+        assert type(mean) is np.dtype(dtype).type
+        assert int(mean.view(f"uint{8 * mean.itemsize}")) == nan
+
+
+def test_names_of_dtypes_only():
+    with pytest.raises(ig.InvalidProblemError, match="dtype is"):
+        ig.LossAccumulator(["float32"])

@@ -49,6 +49,8 @@ def test_router_options():
         ({"renormalize": 1}, ("renormalize is 1", "True or False")),
         ({"scale": float("nan")}, ("scale is nan", "finite")),
         ({"scale": "2"}, ("scale is '2'", "finite")),
+        ({"scale": 1e39}, ("scale is 1e+39", "finite in float32")),
+        ({"scale": 10**400}, ("scale is", "finite")),
         ({"scale": [2.0]}, ("scale is [2.0]", "finite")),
         ({"groups": 4}, ("groups is 4", "divisor of 6")),
         ({"groups": 0}, ("groups is 0", "at least 1")),
@@ -173,3 +175,17 @@ def test_devices_without_a_kernel():
     descriptor = ig.TopKDescriptor((4, 6), 2, "float32")
     refused(lambda: ig.TopKPlan.select(descriptor, "abacus"), ig.UnsupportedError, "top_k", "'abacus'", "cpu")
     refused(lambda: ig.TopKPlan.select("top_k"), INVALID, "TopKDescriptor")
+
+
+def test_the_scale_only_has_to_fit_into_the_work_type():
+    logits = LOGITS.astype(np.float64)
+    assert np.array_equal(ig.moe_router(logits, 2, scale=1e39).weights, ig.moe_router(logits, 2).weights * 1e39)
+    largest = float(np.finfo(np.float32).max)
+    assert np.array_equal(ig.moe_router(LOGITS, 1, scale=largest).weights, ig.moe_router(LOGITS, 1).weights * largest)
+
+
+def test_a_shape_that_is_none():
+    dloss = np.ones((), np.float32)
+    for shape in (4, (4, 6.0), (4, "6")):
+        call = lambda shape=shape: ig.load_balancing_loss_backward(dloss, EXPERTS, shape)  # noqa: E731
+        refused(call, INVALID, "load_balancing_loss_backward", "shape is", "integers")

@@ -33,6 +33,17 @@ def test_record_submit_replay():
         encoder.replay()
 
 
+def test_a_result_feeds_the_next_function_of_the_library():
+    x = data()
+    with ig.Encoder() as encoder:
+        y = ig.softmax(x)
+        z = ig.log_softmax(y, 0)
+        losses = ig.cross_entropy(y, torch.tensor([0, 1, 5, 2]), reduction="none")
+    assert len(encoder) == 3
+    assert torch.equal(z, ig.log_softmax(y, 0))
+    assert torch.equal(losses, ig.cross_entropy(y, torch.tensor([0, 1, 5, 2]), reduction="none"))
+
+
 def test_zero_dimensions():
     x, out = torch.tensor(3.0), torch.tensor(5.0)
     with ig.Encoder() as encoder:

@@ -279,6 +279,7 @@ def test_arguments_that_no_operator_could_serve():
         (lambda: igt.cross_entropy(logits.long(), targets), ig.UnsupportedError, "input has dtype torch.int64"),
         (lambda: igt.cross_entropy(logits[0, 0, 0], targets[0, 0]), ig.InvalidProblemError, "at least one dimension"),
         (lambda: igt.cross_entropy(logits, targets, reduction="max"), ig.InvalidProblemError, "reduction is 'max'"),
+        (lambda: igt.cross_entropy(logits, targets, reduction=None), ig.InvalidProblemError, "reduction is None"),
         (lambda: igt.cross_entropy(logits, targets, label_smoothing=2), ig.InvalidProblemError, "label_smoothing is 2"),
         (lambda: igt.cross_entropy(logits, targets, size_average=True), ig.UnsupportedError, "size_average is True"),
         (lambda: igt.cross_entropy(logits, targets, weight.requires_grad_()), ig.UnsupportedError, "weight requires"),
@@ -286,6 +287,7 @@ def test_arguments_that_no_operator_could_serve():
         (lambda: igt.linear_cross_entropy(hidden, matrix, words[0]), ig.InvalidProblemError, "targets have shape"),
         (lambda: igt.linear_cross_entropy(hidden, matrix, words, bias[1:]), ig.InvalidProblemError, "bias has shape"),
         (lambda: igt.linear_cross_entropy(hidden, matrix.double(), words), ig.InvalidProblemError, "weight has dtype"),
+        (lambda: igt.linear_cross_entropy(hidden, matrix, words, reduction=0), ig.InvalidProblemError, "reduction"),
         (lambda: igt.linear_cross_entropy(hidden, matrix, words, chunk=0), ig.InvalidProblemError, "chunk is 0"),
         (lambda: igt.linear_cross_entropy(hidden, matrix, words + 5), ig.IndexOutOfRangeError, "targets"),
     ):

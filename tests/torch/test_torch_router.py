@@ -299,6 +299,8 @@ def test_arguments_that_no_operator_could_serve():
         (lambda: igt.topk(logits.long(), 1), ig.UnsupportedError, "input has dtype torch.int64"),
         (lambda: igt.moe_router(logits, 9), ig.InvalidProblemError, "k is 9"),
         (lambda: igt.moe_router(logits, 2, scoring="tanh"), ig.InvalidProblemError, "scoring is 'tanh'"),
+        (lambda: igt.moe_router(logits, 2, scale="2"), ig.InvalidProblemError, "scale is '2'"),
+        (lambda: igt.moe_router(logits, 2, scale=1e39), ig.InvalidProblemError, "finite in float32"),
         (lambda: igt.moe_router(logits, 2, groups=3), ig.InvalidProblemError, "groups is 3"),
         (lambda: igt.moe_router(logits, 2, bias=logits[0].double()), ig.InvalidProblemError, "bias has shape"),
         (lambda: igt.moe_router(logits, 2, bias=logits[0].to("meta")), ig.DeviceMismatchError, "bias is on meta"),

@@ -52,12 +52,16 @@ def _sized(shape: Shape, axis: int, size: int) -> Shape:
 
 
 @contextmanager
-def _named(operation: str, argument: str, plan: str) -> Iterator[None]:
-    """Name what the caller called, and not the plan that serves it, where an index is out of range."""
+def _named(operation: str, argument: str, plan: str, axis: int = 0) -> Iterator[None]:
+    """Name what the caller called, and not the plan that serves it, where an index is out of range.
+
+    axis: of the caller's array, which the plan sees in front.
+    """
     try:
         yield
     except IndexOutOfRangeError as error:
         renamed = str(error).replace(f"{plan}: indices", f"{operation}: {argument}", 1)
+        renamed = renamed.replace("; axis 0 of size", f"; axis {axis} of size", 1)
         raise IndexOutOfRangeError(renamed) from None
 
 
@@ -168,7 +172,7 @@ def scatter_sum(x: Any, indices: Any, values: Any, axis: int = -1) -> Any:
         descriptor = IndexSumDescriptor(rows, tuple(indices.shape), dtype, index_dtype, True, True)
         plan = functional.plan(IndexSumPlan, descriptor, device)
         views = {key: functional.permuted(a, order) for key, a in (("values", values), ("x", x), ("out", out))}
-        with _named(name, "indices", "index_sum"):
+        with _named(name, "indices", "index_sum", axis):
             functional.run(plan, indices=indices, **views)
         return restore(functional.promised(name, out))
     common = _common_shape(name, ("indices", "x"), tuple(indices.shape), shape, axis)

@@ -9,7 +9,7 @@ import numpy as np
 from isograd import arrays, encoder
 from isograd.errors import InvalidProblemError
 from isograd.fenv import default_environment
-from isograd.losses.reductions import number, plain
+from isograd.losses.reductions import divided, number, plain
 from isograd.numerics.reference import FORMATS, round_integer
 
 # The quantum is 2**-40 for float32 losses and 2**-84 for float64 ones: 16 and 31 bits below the last place of a 1.
@@ -32,7 +32,7 @@ class LossAccumulator:
     """
 
     def __init__(self, dtype: str = "float32") -> None:
-        if dtype not in QUANTUM_BITS:
+        if not isinstance(dtype, str) or dtype not in QUANTUM_BITS:
             raise InvalidProblemError(f"LossAccumulator: dtype is {dtype!r}; accepted: {', '.join(QUANTUM_BITS)}")
         self.dtype = dtype
         self._units = 0
@@ -79,9 +79,9 @@ class LossAccumulator:
 
     def mean(self, count: float) -> Any:
         """The sum over the count of all micro-batches (or over their weights): RN(total / RN(count))."""
-        divisor = np.dtype(self.dtype).type(number("LossAccumulator.mean", "count", count))
-        with default_environment(), np.errstate(all="ignore"):
-            return self.total() / divisor
+        with default_environment(), np.errstate(over="ignore"):
+            divisor = np.dtype(self.dtype).type(number("LossAccumulator.mean", "count", count))
+        return divided(self.total(), divisor)[()]
 
     def __getstate__(self) -> dict[str, Any]:
         self._fetch()
@@ -104,10 +104,10 @@ class LossAccumulator:
             if large.any():  # integers, which Python adds
                 self._units += sum(int(value) for value in x[large]) << bits
                 x = x[~large]
-            # binary64 holds the scaled value; what lies before the point of the first part is exact.
+            # binary64 holds the scaled value, and what lies before and after its point: toward zero, no digit is lost.
             half = bits // 2
             units = x.astype(np.float64) * 2.0**half
-            whole = np.floor(units)
+            whole = np.trunc(units)
             self._units += (_exact_sum(whole) << half) + _exact_sum(np.rint((units - whole) * 2.0**half))
 
 

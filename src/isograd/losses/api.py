@@ -170,5 +170,5 @@ def linear_cross_entropy(
     if not return_gradient:
         return restore(linear.reduced(given, linear.forward(given)))
     losses, dhidden, *rest = linear.gradient(given, linear.row_gradients(given, dloss))
-    dhidden = functional.reshaped(name, "dhidden", dhidden, tuple(hidden.shape))
+    dhidden = functional.reshaped(name, "dhidden", dhidden, (*given.row_shape, given.fields[1]))
     return tuple(restore(a) for a in (linear.reduced(given, losses), dhidden, *rest))

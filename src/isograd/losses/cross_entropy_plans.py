@@ -225,10 +225,10 @@ class Scalars(NamedTuple):
 def scalars(descriptor: _CrossEntropy, weight: Any) -> Scalars:
     """The numbers of a problem; `weight` is a NumPy array or None."""
     of = work_dtype(descriptor.dtype if descriptor.dtype != "bfloat16" else "float32")
-    fixed = constants(of, descriptor.classes, descriptor.label_smoothing, descriptor.z_loss)
-    if weight is None or not fixed.spread:
-        return Scalars(*fixed, of(1), of(0))
-    with np.errstate(all="ignore"):
+    with default_environment(), np.errstate(all="ignore"):
+        fixed = constants(of, descriptor.classes, descriptor.label_smoothing, descriptor.z_loss)
+        if weight is None or not fixed.spread:
+            return Scalars(*fixed, of(1), of(0))
         return Scalars(*fixed, fixed.keep, fixed.spread * order_free_sum(weight[None])[0])
 
 

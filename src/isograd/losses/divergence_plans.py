@@ -229,7 +229,8 @@ class NumbaKlDiv(NumbaKernel):
         key = keys.max()
         if slots:
             parallel.for_ranges(kernels.kl_sum, slots, 1, *head, specials, key, count, size)
-        share = type(zero)(divisor(descriptor.reduction, shape))
+        with default_environment():
+            share = type(zero)(divisor(descriptor.reduction, shape))
         parallel.for_ranges(kernels.finish_sum, 1, 1, zero, key, highs, lows, specials, share, address(loss))
 
 
@@ -249,7 +250,8 @@ class NumbaKlDivBackward(NumbaKernel):
             return
         operands = (np.broadcast_to(arguments["dloss"], descriptor.shape), x, t, dx)
         zero = work_zero(descriptor.dtype)
-        share = type(zero)(1 if descriptor.reduction == "none" else divisor(descriptor.reduction, descriptor.shape))
+        with default_environment():
+            share = type(zero)(1 if descriptor.reduction == "none" else divisor(descriptor.reduction, descriptor.shape))
         count, outer, n, steps = piece_walk(descriptor.shape, tuple(map(element_strides, operands)), BLOCK)
         parallel.for_ranges(
             kernels.kl_gradient, count, parallel.grain(count, min(n, BLOCK)), kernel_type(dx.dtype), zero,
@@ -301,9 +303,10 @@ class NumbaDistillation(NumbaKernel):
             # One type of index for the kernels; there are few beside the logits.
             logits.append(arguments["indices"].astype(np.int64, copy=False))
             _check_indices(descriptor.operation, logits[2], descriptor.shape[-1])
-        factors = temperature_of(descriptor.temperature, logits[0].dtype)
         leading, zero = descriptor.shape[:-1], work_zero(descriptor.dtype)
-        share = type(zero)(1 if descriptor.reduction == "none" else divisor(descriptor.reduction, leading))
+        with default_environment():
+            factors = temperature_of(descriptor.temperature, logits[0].dtype)
+            share = type(zero)(1 if descriptor.reduction == "none" else divisor(descriptor.reduction, leading))
         if descriptor.operation == "distillation_loss_backward":
             dloss = np.broadcast_to(arguments["dloss"], leading)
             scalars = (factors.inverse, factors.itself, share)

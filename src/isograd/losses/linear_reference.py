@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from isograd.fenv import default_environment
 from isograd.losses import cross_entropy_reference as reference
 from isograd.losses.cross_entropy_reference import IGNORE_INDEX
 from isograd.numerics import reference as ref
@@ -24,7 +25,7 @@ def logits_of(hidden: Floats, weight: Floats, bias: Floats | None) -> Floats:
     logits = matmul(hidden, weight.T)
     if bias is None:
         return logits
-    with np.errstate(all="ignore"):
+    with default_environment(), np.errstate(all="ignore"):
         return ref.narrow(ref.widen(logits) + ref.widen(bias), logits.dtype)
 
 

@@ -36,10 +36,12 @@ def number(operation: str, argument: str, value: Any) -> float:
 
 def scalar(value: float, work: str, like: Any) -> Any:
     """A number of the work type as an array on the device of `like`."""
+    with default_environment(), np.errstate(all="ignore"):
+        rounded = np.array(value, work)
     if not on_gpu(like):
-        return np.array(value, work)
+        return rounded
     torch = sys.modules["torch"]
-    return torch.full((), value, dtype=getattr(torch, work), device=like.device)
+    return torch.full((), float(rounded), dtype=getattr(torch, work), device=like.device)
 
 
 def converted(array: Any, work: str) -> Any:
@@ -135,4 +137,4 @@ def target_total(operation: str, targets: Any, weight: Any, classes: int, ignore
         return cuda.target_total(targets, weight, classes, ignore_index, work)
     flat = check_targets(operation, plain(targets), classes, ignore_index)
     kept = flat[flat >= 0]
-    return np.array(kept.size, work) if weight is None else sums.sum(plain(weight)[kept])
+    return scalar(kept.size, work, kept) if weight is None else sums.sum(plain(weight)[kept])

@@ -185,7 +185,8 @@ class NumbaRows(NumbaKernel):
         scalars: tuple[Any, ...] = ()
         if descriptor.operation.startswith("gumbel"):
             of = work_dtype(operands[-1].dtype)
-            scalars = (of(1) / of(descriptor.tau),)
+            with default_environment():
+                scalars = (of(1) / of(descriptor.tau),)
         if descriptor.operation == "gumbel_softmax":
             # The numbers of the elements walk along as an operand that has strides and no memory; the output is last
             # in the walk, so they come between.

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from isograd import faults
+from isograd.fenv import default_environment
 from isograd.losses import (
     triton_distillation,
     triton_distillation_top,
@@ -225,7 +226,8 @@ def _distillation_rows(
     """Run a kernel; `given` is the losses, or their gradient and that of the student."""
     x, t, backward = arguments["student"], arguments["teacher"], len(given) == 2
     axis, work = x.dim() - 1, "float64" if x.dtype == torch.float64 else "float32"
-    factors = temperature_of(descriptor.temperature, np.float64 if work == "float64" else np.float32)
+    with default_environment():
+        factors = temperature_of(descriptor.temperature, np.float64 if work == "float64" else np.float32)
     numbers = (*words_of(factors.inverse, work), *words_of(factors.itself if backward else factors.square, work))
     top, out = descriptor.classes is not None, given[-1]
     tensors = [*given[:-1], x, t]
@@ -275,7 +277,8 @@ def simplex(descriptor: Any, arguments: Mapping[str, Any], size: Tile | None = N
     module: Any = triton_gumbel if operation.startswith("gumbel") else triton_sparsemax
     if operation.startswith("gumbel"):
         of = np.float64 if work == "float64" else np.float32
-        numbers = words_of(of(1) / of(descriptor.tau), work)
+        with default_environment():
+            numbers = words_of(of(1) / of(descriptor.tau), work)
     held = (8 if work == "float64" else 4) * len(descriptor.inputs)
     if operation == "gumbel_softmax":
         strides.insert(1, c_strides(like.shape))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from isograd import arrays, functional
 from isograd.errors import InvalidProblemError
+from isograd.plan import checked_shape
 from isograd.router import descriptors as d
 from isograd.router import plans
 
@@ -69,6 +70,9 @@ def top_k(x: Any, k: int, axis: int = -1) -> TopK:
     indices are int64; both have k for the size of the axis. A NaN counts as larger than everything, -0 as equal to +0,
     and of equal elements the one with the lower index comes first. The gradient of the values is
     `take_along_axis_backward(dvalues, indices, shape, axis, unique_indices=True)`.
+
+    Raises InvalidProblemError for arguments that do not fit together, UnsupportedError for another dtype,
+    DeviceMismatchError for arrays on different devices.
     """
     tape = functional.tape_of(x)
     if tape is not None:
@@ -86,6 +90,8 @@ def renormalize(w: Any, axis: int = -1) -> Any:
     """The elements along an axis divided by their sum: `t_i = w_i / Σ_j w_j`, 0 where the sum is 0.
 
     w: rank 1 to 8, or a tape variable; t has its shape and dtype. The sum is order-free.
+
+    Errors as for `top_k`.
     """
     tape = functional.tape_of(w)
     if tape is not None:
@@ -101,6 +107,8 @@ def renormalize_backward(dt: Any, w: Any, axis: int = -1) -> Any:
     """The gradient of `renormalize`: `dw_i = (dt_i - Σ_j dt_j t_j) / Σ_j w_j`, 0 where the sum is 0.
 
     dt: gradient of the result; w: what was renormalized. Both of one shape and dtype, which dw has too.
+
+    Errors as for `top_k`.
     """
     (dt, w), restore = functional.inputs("renormalize_backward", dt=dt, w=w)
     device, dtype = arrays.describe(w, "renormalize_backward", "w")
@@ -133,6 +141,8 @@ def moe_router(
     largest sum. weights: [..., k] in the work type; experts: [..., k], int64.
 
     The same bits as softmax or sigmoid, top_k, take_along_axis and renormalize one after the other.
+
+    Errors as for `top_k`.
     """
     tape = functional.tape_of(logits)
     options: dict[str, Any] = {
@@ -178,6 +188,8 @@ def moe_router_backward(
     dweights: [..., k] in the work type; logits: [..., E]; experts: [..., k] as chosen, int32, int64 or uint32; the
     other arguments as given to `moe_router`. The result has the shape and dtype of the logits.
     A token's experts are distinct, as `moe_router` returns them; what one that occurs twice gets is not specified.
+
+    Errors as for `top_k`, and IndexOutOfRangeError.
     """
     name = "moe_router_backward"
     (dweights, logits, experts), restore = functional.inputs(name, dweights=dweights, logits=logits, experts=experts)
@@ -196,6 +208,8 @@ def expert_counts(experts: Any, num_experts: int) -> Any:
     """How many entries every expert has: [num_experts], int64.
 
     experts: int32, int64 or uint32 of any shape, each from 0 to num_experts - 1.
+
+    Errors as for `top_k`, and IndexOutOfRangeError.
     """
     (experts,), restore = functional.inputs("expert_counts", experts=experts)
     device, dtype = arrays.describe(experts, "expert_counts", "experts", index=True)
@@ -211,6 +225,8 @@ def expert_permutation(experts: Any, num_experts: int) -> Permutation:
     experts: as for `expert_counts`; an entry is a position in it, counted flat. order: the entries in ascending order
     of their experts, those of one expert in their own order, int64. offsets: [num_experts + 1], int64: expert e has
     order[offsets[e]:offsets[e + 1]].
+
+    Errors as for `top_k`, and IndexOutOfRangeError.
     """
     (experts,), restore = functional.inputs("expert_permutation", experts=experts)
     device, dtype = arrays.describe(experts, "expert_permutation", "experts", index=True)
@@ -235,6 +251,8 @@ def moe_permute(x: Any, order: Any, k: int) -> Any:
     """The tokens' rows in the order of the experts: `y[i] = x[order[i] // k]`, exactly their bits.
 
     x: [T, D], or a tape variable. order: [T k], int64, from `expert_permutation`. The result is [T k, D].
+
+    Errors as for `top_k`, and IndexOutOfRangeError.
     """
     tape = functional.tape_of(x)
     if tape is not None:
@@ -251,6 +269,8 @@ def moe_permute_backward(dy: Any, order: Any, k: int) -> Any:
     """The gradient of `moe_permute`: the order-free sum of every token's k rows.
 
     dy: [T k, D]. order: [T k], int64, a permutation. The result is [T, D].
+
+    Errors as for `top_k`, and IndexOutOfRangeError.
     """
     name = "moe_permute_backward"
     (dy, order), restore = functional.inputs(name, dy=dy, order=order)
@@ -270,6 +290,8 @@ def moe_combine(expert_out: Any, weights: Any, order: Any) -> Any:
     expert_out: [T k, D] in the order of the experts, as `moe_permute` returns it. weights: [T, k] in the work type
     (float32 for 16 bits). Either or both may be tape variables. order: [T k], int64, a permutation. The result is [T,
     D].
+
+    Errors as for `top_k`, and IndexOutOfRangeError.
     """
     name = "moe_combine"
     tape = functional.tape_of(expert_out, weights)
@@ -288,6 +310,8 @@ def moe_combine_backward(dy: Any, expert_out: Any, weights: Any, order: Any) -> 
     """The gradients of `moe_combine`: (d_expert_out [T k, D], dweights [T, k]).
 
     dy: [T, D], gradient of the result; the other arguments as given to `moe_combine`.
+
+    Errors as for `top_k`, and IndexOutOfRangeError.
     """
     name = "moe_combine_backward"
     taken, restore = functional.inputs(name, dy=dy, expert_out=expert_out, weights=weights, order=order)
@@ -315,6 +339,8 @@ def load_balancing_loss(probabilities: Any, experts: Any, num_experts: int | Non
     probabilities: [..., E], or a tape variable: the router's scores of all experts. experts: [..., k], int32, int64 or
     uint32: the chosen ones. num_experts: E, if it is to be checked. f_e is the share of the entries that chose e, P_e
     the mean of its probability over the tokens; all sums are order-free. The loss is a scalar in the work type.
+
+    Errors as for `top_k`, and IndexOutOfRangeError.
     """
     name = "load_balancing_loss"
     tape = functional.tape_of(probabilities)
@@ -338,13 +364,15 @@ def load_balancing_loss_backward(dloss: Any, experts: Any, shape: tuple[int, ...
 
     dloss: a scalar in the work type. experts: as given to the loss. shape: of the probabilities. dtype: the name of
     their type, by default dloss's.
+
+    Errors as for `top_k`, and IndexOutOfRangeError.
     """
     name = "load_balancing_loss_backward"
     (dloss, experts), restore = functional.inputs(name, dloss=dloss, experts=experts)
     device, work = arrays.describe(dloss, name, "dloss")
     index_dtype = arrays.describe(experts, name, "experts", index=True)[1]
     dtype = work if dtype is None else dtype
-    sizes = tuple(functional.integer(name, "shape", size) for size in shape)
+    sizes = checked_shape(name, "shape", shape)
     k = _last(name, "experts", experts)
     descriptor = d.LoadBalancingLossBackwardDescriptor(sizes, k, dtype, index_dtype)
     plan = functional.plan(plans.LoadBalancingLossBackwardPlan, descriptor, device)
@@ -357,6 +385,8 @@ def router_z_loss(logits: Any) -> Any:
 
     logits: [..., E], or a tape variable; computed in the work type. The mean is order-free and a scalar in the work
     type.
+
+    Errors as for `top_k`.
     """
     tape = functional.tape_of(logits)
     if tape is not None:
@@ -371,6 +401,8 @@ def router_z_loss_backward(dloss: Any, logits: Any) -> Any:
     """The gradient of `router_z_loss`: `2 lse dloss / T` times the softmax of the logits.
 
     dloss: a scalar in the work type. The result has the shape and dtype of the logits.
+
+    Errors as for `top_k`.
     """
     (dloss, logits), restore = functional.inputs("router_z_loss_backward", dloss=dloss, logits=logits)
     device, dtype = arrays.describe(logits, "router_z_loss_backward", "logits")

@@ -38,10 +38,18 @@ def checked_integer(operation: str, argument: str, value: Any, least: int, most:
     return number
 
 
-def _checked_scale(operation: str, scale: Any) -> float:
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        raise InvalidProblemError(f"{operation}: scale is {scale!r}; expected a finite number")
-    return float(scale)
+_LARGEST = {"float32": (2 - 2.0**-24) * 2.0**127, "float64": math.inf}  # what rounds to infinity, from there on
+
+
+def _checked_scale(operation: str, scale: Any, dtype: str = "float64") -> float:
+    work = work_type(dtype)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) < _LARGEST[work]:
+        kind = "finite number" if work == "float64" else "number that is finite in float32"
+        raise InvalidProblemError(f"{operation}: scale is {scale!r}; expected a {kind}")
+    try:
+        return float(scale)
+    except OverflowError as error:
+        raise InvalidProblemError(f"{operation}: scale is beyond float64; expected a finite number") from error
 
 
 def checked_options(operation: str, scoring: Any, renormalize: Any, scale: Any) -> None:
@@ -188,7 +196,7 @@ class MoeRouterDescriptor(Descriptor):
             bias=_checked_flag(name, "bias", self.bias),
             groups=groups,
             group_k=group_k,
-            scale=_checked_scale(name, self.scale),
+            scale=_checked_scale(name, self.scale, dtype),
         )
 
 
@@ -241,7 +249,7 @@ class MoeRouterBackwardDescriptor(Descriptor):
             dtype=dtype,
             scoring=checked_scoring(name, self.scoring),
             renormalize=_checked_flag(name, "renormalize", self.renormalize),
-            scale=_checked_scale(name, self.scale),
+            scale=_checked_scale(name, self.scale, dtype),
             index_dtype=checked_dtype(name, self.index_dtype, INDEX_DTYPES, "index_dtype"),
         )
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from isograd import faults
+from isograd.fenv import default_environment
 from isograd.reduction import cuda as reduction
 from isograd.router import triton_kernels, triton_moe
 from isograd.triton_launcher import Launcher, Specification, architecture, kept, power_of_two
@@ -81,7 +82,8 @@ def _programs(count: int, size: int) -> int:
 
 def _scale(scale: float, dtype: torch.dtype) -> tuple[bool, float]:
     """Whether there is one, and the factor in the work type."""
-    return scale != 1, scale if dtype == torch.float64 else float(np.float32(scale))
+    with default_environment():
+        return scale != 1, scale if dtype == torch.float64 else float(np.float32(scale))
 
 
 # --- the router ------------------------------------------------------------------------------------------------------

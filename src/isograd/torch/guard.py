@@ -10,7 +10,7 @@ from isograd import arrays
 from isograd.errors import RecordingError
 
 # What does not look at a tensor's contents.
-_PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_cuda",
+_PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_cpu", "is_cuda",
                "itemsize", "nbytes", "is_nested", "is_sparse", "is_quantized", "is_meta")  # fmt: skip
 _METHODS = ("__hash__", "__len__", "data_ptr", "dim", "element_size", "get_device", "is_complex", "is_contiguous",
             "is_floating_point", "is_inference", "is_neg", "nelement", "new_empty", "new_ones", "new_zeros", "numel",

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from isograd.errors import InvalidProblemError, UnsupportedError
-from isograd.losses.promises import checked_integer
-from isograd.losses.reductions import number
+from isograd.losses import promises
+from isograd.losses.reductions import checked_reduction, number
 from isograd.torch.indexing import enter
 from isograd.torch.ops_cross_entropy import CROSS_ENTROPY
 from isograd.torch.ops_divergence import DISTILLATION_LOSS, KL_DIV
@@ -75,6 +75,7 @@ def cross_entropy(
         reduction,
         None if count is None else number(name, "count", count),
     )
+    checked_reduction(name, reduction)
     weight = _constant(name, weight, "weight")
     dim = 1 if input.dim() > 1 else 0
     return CROSS_ENTROPY(input, target, weight, dim, *options, _is_narrow(input))[0]  # type: ignore[no-any-return]
@@ -109,6 +110,7 @@ def linear_cross_entropy(
     for argument, tensor in (("hidden", hidden), ("weight", weight), *((("bias", bias),) if bias is not None else ())):
         require_dense(name, tensor, argument)
     targets = checked_index(name, targets, "targets")
+    checked_reduction(name, reduction)
     class_weight = _constant(name, class_weight, "class_weight")
     differentiated = any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     return LINEAR_CROSS_ENTROPY(  # type: ignore[no-any-return]
@@ -151,6 +153,7 @@ def kl_div(
     require_dense("kl_div", input, "input")
     require_dense("kl_div", target, "target")
     refuse("kl_div", None, size_average=size_average, reduce=reduce)
+    promises.checked_reduction("kl_div", reduction)
     return KL_DIV(input, target, reduction, bool(log_target), _is_narrow(input))  # type: ignore[no-any-return]
 
 
@@ -173,6 +176,7 @@ def distillation_loss(
     teacher = _constant(name, teacher, "teacher")  # type: ignore[assignment]
     if indices is not None:
         indices = checked_index(name, indices, "indices")
+    promises.checked_reduction(name, reduction)
     scale = number(name, "temperature", temperature)
     return DISTILLATION_LOSS(student, teacher, scale, indices, reduction)  # type: ignore[no-any-return]
 
@@ -192,7 +196,7 @@ def gumbel_softmax(
     enter(name)
     require_dense(name, logits, "logits")
     scale = number(name, "tau", tau)
-    words = [checked_integer(name, key, value, 64) for key, value in (("seed", seed), ("offset", offset))]
+    words = [promises.checked_integer(name, key, value, 64) for key, value in (("seed", seed), ("offset", offset))]
     words = [word - (1 << 64) if word >> 63 else word for word in words]
     return GUMBEL_SOFTMAX(logits, scale, bool(hard), integer(name, "dim", dim), *words)  # type: ignore[no-any-return]
 

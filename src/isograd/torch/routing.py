@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from isograd.errors import InvalidProblemError
+from isograd.losses.reductions import number
 from isograd.router.descriptors import checked_scoring
 from isograd.torch import ops_moe
 from isograd.torch.indexing import enter
@@ -59,8 +60,9 @@ def moe_router(
         require_dense(name, bias, "bias")
         bias = bias.detach()
     checked_scoring(name, scoring)
+    factor = number(name, "scale", scale)
     k, groups, group_k = integer(name, "k", k), integer(name, "groups", groups), integer(name, "group_k", group_k)
-    return Routing(*MOE_ROUTER(logits, k, scoring, bool(renormalize), bias, groups, group_k, float(scale)))
+    return Routing(*MOE_ROUTER(logits, k, scoring, bool(renormalize), bias, groups, group_k, factor))
 
 
 def expert_counts(experts: Tensor, num_experts: int) -> Tensor:
