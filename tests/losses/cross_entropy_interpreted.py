@@ -20,8 +20,8 @@ import interpreter_patches
 from cross_entropy_problems import NUMPY, Problem, by_definition, problem, raw
 
 import isograd as ig
+from isograd.losses import cross_entropy_cuda, linear_bounds, linear_reference
 from isograd.losses import cross_entropy_reference as reference
-from isograd.losses import cuda, linear_bounds, linear_reference
 from isograd.losses.linear_torch import linear_cross_entropy
 from isograd.losses.triton_launch import cross_entropy
 from isograd.softmax.triton_launch import Configuration
@@ -175,14 +175,16 @@ def reductions() -> Iterator[Case]:
         ignored = p.options.get("ignore_index", -100)
         targets = to_torch(p.targets)
         for weight in (None, p.weight):
-            got = cuda.target_total(targets, None if weight is None else to_torch(weight), 9, ignored, work)
+            got = cross_entropy_cuda.target_total(
+                targets, None if weight is None else to_torch(weight), 9, ignored, work
+            )
             expected = reference.denominator(p.targets, 40, NUMPY[work], weight, ignored)
             yield f"total {index} {work}", raw(to_numpy(got)) == raw(np.asarray(expected))
-            quotient = cuda.divided(to_torch(p.dlosses[:1]).reshape(()), got)
+            quotient = cross_entropy_cuda.divided(to_torch(p.dlosses[:1]).reshape(()), got)
             yield "quotient", raw(to_numpy(quotient)) == raw(np.asarray(p.dlosses[0] / expected))
-        sums = cuda.total(to_torch(p.dlosses))
+        sums = cross_entropy_cuda.total(to_torch(p.dlosses))
         yield "sum", raw(to_numpy(sums)) == raw(reference.reduced(p.dlosses, "sum"))
-    nan = cuda.divided(torch.zeros(()), torch.zeros(()))
+    nan = cross_entropy_cuda.divided(torch.zeros(()), torch.zeros(()))
     yield "0 / 0", to_numpy(nan).view(np.int32) == 0x7FC00000
 
 

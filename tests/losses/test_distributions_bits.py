@@ -3,9 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from losses_more import (
+from distributions import (
     DTYPES,
     REDUCTIONS,
     Stored,
@@ -19,6 +17,8 @@ from losses_more import (
     values,
     work,
 )
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import isograd as ig
 from isograd.losses import divergence_reference, gumbel_reference

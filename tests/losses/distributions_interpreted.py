@@ -1,6 +1,6 @@
 """Run under TRITON_INTERPRET=1: compare Triton kernels with the reference in Triton's interpreter.
 
-    python losses_more_interpreted.py kl|kl_backward|distillation|distillation_backward|top|top_backward|faults|
+    python distributions_interpreted.py kl|kl_backward|distillation|distillation_backward|top|top_backward|faults|
         gumbel|gumbel_backward|sparsemax|sparsemax_backward
 
 Prints the number of cases and of those that differ. Not a test itself: the variable acts when triton is imported.
@@ -18,14 +18,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "softmax"))
 sys.path.insert(0, str(Path(__file__).parent))
 import interpreter_patches
-from losses_more import named, reference, values
+from distributions import named, reference, values
 
 import isograd as ig
 from isograd.losses import divergence_plans as divergence
 from isograd.losses import simplex_plans as simplex
-from isograd.losses import triton_more_launch as launch
+from isograd.losses import triton_distributions_launch as launch
 from isograd.losses.promises import work_name
-from isograd.losses.triton_more_launch import Tile
+from isograd.losses.triton_distributions_launch import Tile
 
 NUMPY = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
 INTEGER = {2: np.int16, 4: np.int32, 8: np.int64}

@@ -13,12 +13,12 @@ import isograd as ig
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("triton", reason="needs triton")
 
-from losses_more_compiled import TARGETS, kernels_of  # noqa: E402
+from distributions_compiled import TARGETS, kernels_of  # noqa: E402
 
-from isograd.losses import triton_more_launch as launch  # noqa: E402
+from isograd.losses import triton_distributions_launch as launch  # noqa: E402
 from isograd.losses.promises import work_name  # noqa: E402
 
-SCRIPT = Path(__file__).parent / "losses_more_interpreted.py"
+SCRIPT = Path(__file__).parent / "distributions_interpreted.py"
 CASES = {
     "kl": 80,
     "kl_backward": 80,
