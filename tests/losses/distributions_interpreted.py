@@ -1,13 +1,14 @@
 """Run under TRITON_INTERPRET=1: compare Triton kernels with the reference in Triton's interpreter.
 
-    python distributions_interpreted.py kl|kl_backward|distillation|distillation_backward|top|top_backward|faults|
-        gumbel|gumbel_backward|sparsemax|sparsemax_backward
+    python distributions_interpreted.py [--exhaustive] SUITE...
 
-Prints the number of cases and of those that differ. Not a test itself: the variable acts when triton is imported.
+Prints the number of cases of each suite and of those that differ. Not a test itself: the variable acts when triton is
+imported.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "softmax"))
 sys.path.insert(0, str(Path(__file__).parent))
-import interpreter_patches
 from distributions import named, reference, values
+from interpreter_patches import few, report
 
 import isograd as ig
 from isograd.losses import divergence_plans as divergence
@@ -26,6 +27,7 @@ from isograd.losses import simplex_plans as simplex
 from isograd.losses import triton_distributions_launch as launch
 from isograd.losses.promises import work_name
 from isograd.losses.triton_distributions_launch import Tile
+from isograd.softmax import reference as softmax
 
 NUMPY = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
 INTEGER = {2: np.int16, 4: np.int32, 8: np.int64}
@@ -75,55 +77,54 @@ def expected(operation: str, *arguments: Any, **options: Any) -> Any:
 
 
 def kl(backward: bool) -> Iterator[Case]:
-    for seed, dtype in enumerate(NUMPY):
-        rng = np.random.default_rng(seed)
-        for shape in ((40,), (3, 50), (2, 3, 4), (), (2100,)):
-            for i, reduction in enumerate(("none", "sum", "mean", "batchmean")):
-                log_target = bool((i + seed) % 2)
-                x, t = (values(rng, FLAVOURS[(i + seed) % 5], shape, NUMPY[dtype]) for _ in range(2))
-                if len(shape) == 2:
-                    x, t = x.T, np.ascontiguousarray(t.T)  # layouts that do not merge
-                options: dict[str, Any] = {"reduction": reduction, "log_target": log_target}
-                fields = (x.shape, dtype, reduction, log_target)
-                label = f"{dtype} {shape} {options}"
-                if not backward:
-                    got = run(launch.kl_div, divergence.KlDivDescriptor(*fields), {"input": x, "target": t})
-                    yield label, got, expected("kl_div", x, t, **options)
-                    continue
-                wrt = "target" if i % 2 else "input"
-                g = values(rng, "normal", x.shape if reduction == "none" else (), NUMPY[work_name(dtype)])
-                descriptor = divergence.KlDivBackwardDescriptor(*fields, wrt)
-                got = run(launch.kl_div_backward, descriptor, {"dloss": g, "input": x, "target": t})
-                yield f"{label} {wrt}", got, expected("kl_div_backward", g, x, t, wrt=wrt, **options)
+    shapes = ((40,), (3, 50), (2, 3, 4), (), (2100,))
+    reductions = ("none", "sum", "mean", "batchmean")
+    for (seed, dtype), shape, (i, reduction) in few(3, list(enumerate(NUMPY)), shapes, list(enumerate(reductions))):
+        rng = np.random.default_rng((seed, i))
+        log_target = bool((i + seed) % 2)
+        x, t = (values(rng, FLAVOURS[(i + seed) % 5], shape, NUMPY[dtype]) for _ in range(2))
+        if len(shape) == 2:
+            x, t = x.T, np.ascontiguousarray(t.T)  # layouts that do not merge
+        options: dict[str, Any] = {"reduction": reduction, "log_target": log_target}
+        fields = (x.shape, dtype, reduction, log_target)
+        label = f"{dtype} {shape} {options}"
+        if not backward:
+            got = run(launch.kl_div, divergence.KlDivDescriptor(*fields), {"input": x, "target": t})
+            yield label, got, expected("kl_div", x, t, **options)
+            continue
+        wrt = "target" if i % 2 else "input"
+        g = values(rng, "normal", x.shape if reduction == "none" else (), NUMPY[work_name(dtype)])
+        descriptor = divergence.KlDivBackwardDescriptor(*fields, wrt)
+        got = run(launch.kl_div_backward, descriptor, {"dloss": g, "input": x, "target": t})
+        yield f"{label} {wrt}", got, expected("kl_div_backward", g, x, t, wrt=wrt, **options)
 
 
 def distillation(top: bool, backward: bool) -> Iterator[Case]:
-    for seed, dtype in enumerate(NUMPY):
-        rng = np.random.default_rng(seed)
-        for i, (shape, size) in enumerate(ROWS):
-            flavour = FLAVOURS[(i + seed) % 5]
-            x, t = (values(rng, flavour, shape, NUMPY[dtype]) for _ in range(2))
-            reduction = ("none", "batchmean", "mean", "sum")[(i + seed) % 4]
-            options: dict[str, Any] = {"temperature": (1.0, 2.0, 0.7)[i % 3], "reduction": reduction}
-            inputs = {"student": x, "teacher": t}
-            fields: dict[str, Any] = {"shape": shape, "dtype": dtype, **options}
-            if top:
-                if flavour in ("spread", "special"):
-                    x[..., 0] = 60  # a student whose rest is small
-                k = min(shape[-1], (1, 5, 9)[i % 3])
-                clean = rng.standard_normal(shape).astype(NUMPY[dtype])
-                kept, indices = named(rng, clean, k, (np.int32, np.int64, np.uint32)[i % 3])
-                inputs = {"student": x, "teacher": kept, "indices": indices}
-                fields |= {"classes": k, "index_dtype": indices.dtype.name}
-            label = f"{dtype} {shape} {flavour} {options}"
-            if not backward:
-                got = run(launch.distillation, divergence.DistillationLossDescriptor(**fields), inputs, size)
-                yield label, got, expected("distillation_loss", **inputs, **options)
-                continue
-            g = values(rng, "normal", shape[:-1] if reduction == "none" else (), NUMPY[work_name(dtype)])
-            descriptor = divergence.DistillationLossBackwardDescriptor(**fields)
-            got = run(launch.distillation, descriptor, {"dloss": g, **inputs}, size)
-            yield label, got, expected("distillation_loss_backward", g, **inputs, **options)
+    for (seed, dtype), (i, (shape, size)) in few(3, list(enumerate(NUMPY)), list(enumerate(ROWS))):
+        rng = np.random.default_rng((seed, i))
+        flavour = FLAVOURS[(i + seed) % 5]
+        x, t = (values(rng, flavour, shape, NUMPY[dtype]) for _ in range(2))
+        reduction = ("none", "batchmean", "mean", "sum")[(i + seed) % 4]
+        options: dict[str, Any] = {"temperature": (1.0, 2.0, 0.7)[i % 3], "reduction": reduction}
+        inputs = {"student": x, "teacher": t}
+        fields: dict[str, Any] = {"shape": shape, "dtype": dtype, **options}
+        if top:
+            if flavour in ("spread", "special"):
+                x[..., 0] = 60  # a student whose rest is small
+            k = min(shape[-1], (1, 5, 9)[i % 3])
+            clean = rng.standard_normal(shape).astype(NUMPY[dtype])
+            kept, indices = named(rng, clean, k, (np.int32, np.int64, np.uint32)[i % 3])
+            inputs = {"student": x, "teacher": kept, "indices": indices}
+            fields |= {"classes": k, "index_dtype": indices.dtype.name}
+        label = f"{dtype} {shape} {flavour} {options}"
+        if not backward:
+            got = run(launch.distillation, divergence.DistillationLossDescriptor(**fields), inputs, size)
+            yield label, got, expected("distillation_loss", **inputs, **options)
+            continue
+        g = values(rng, "normal", shape[:-1] if reduction == "none" else (), NUMPY[work_name(dtype)])
+        descriptor = divergence.DistillationLossBackwardDescriptor(**fields)
+        got = run(launch.distillation, descriptor, {"dloss": g, **inputs}, size)
+        yield label, got, expected("distillation_loss_backward", g, **inputs, **options)
 
 
 def faults() -> Iterator[Case]:
@@ -171,32 +172,31 @@ AXES: tuple[tuple[tuple[int, ...], int, Tile | None], ...] = (
 
 
 def axes(operation: str) -> Iterator[Case]:
-    for seed, dtype in enumerate(NUMPY):
-        rng = np.random.default_rng(seed)
-        for i, (shape, axis, size) in enumerate(AXES):
-            flavour = FLAVOURS[(i + seed) % 5]
-            x = values(rng, flavour, shape, NUMPY[dtype])
-            if operation == "sparsemax" and flavour == "normal":
-                x = (x * np.array(0.1, NUMPY[dtype])).astype(NUMPY[dtype])
-            options: dict[str, Any] = {"axis": axis}
-            if operation.startswith("gumbel"):
-                options["tau"] = (1.0, 0.5, 3.7)[i % 3]
-            inputs = {"x": x}
-            if operation == "gumbel_softmax":
-                inputs = {"logits": x}
-                options |= {
-                    "hard": i % 3 == 1,
-                    "seed": (7, 2**63 + 5)[i % 2],
-                    "offset": (0, 8, 2**34 - 3, 2**64 - 9)[i % 4],
-                }
-            elif operation.endswith("backward"):
-                forward = ig.sparsemax if operation.startswith("sparse") else ig.softmax
-                y = forward(x, axis) if i % 2 else x
-                inputs = {"dy": values(rng, flavour, shape, NUMPY[dtype]), "y": y}
-            name = "".join(part.capitalize() for part in operation.split("_"))
-            descriptor = getattr(simplex, f"{name}Descriptor")(shape, dtype, **options)
-            got = run(launch.simplex, descriptor, inputs, size)
-            yield f"{dtype} {shape} {flavour} {options} {size}", got, expected(operation, *inputs.values(), **options)
+    for (seed, dtype), (i, (shape, axis, size)) in few(3, list(enumerate(NUMPY)), list(enumerate(AXES))):
+        rng = np.random.default_rng((seed, i))
+        flavour = FLAVOURS[(i + seed) % 5]
+        x = values(rng, flavour, shape, NUMPY[dtype])
+        if operation == "sparsemax" and flavour == "normal":
+            x = (x * np.array(0.1, NUMPY[dtype])).astype(NUMPY[dtype])
+        options: dict[str, Any] = {"axis": axis}
+        if operation.startswith("gumbel"):
+            options["tau"] = (1.0, 0.5, 3.7)[i % 3]
+        inputs = {"x": x}
+        if operation == "gumbel_softmax":
+            inputs = {"logits": x}
+            options |= {
+                "hard": i % 3 == 1,
+                "seed": (7, 2**63 + 5)[i % 2],
+                "offset": (0, 8, 2**34 - 3, 2**64 - 9)[i % 4],
+            }
+        elif operation.endswith("backward"):
+            forward = reference("sparsemax") if operation.startswith("sparse") else softmax.softmax
+            y = forward(x, axis) if i % 2 else x
+            inputs = {"dy": values(rng, flavour, shape, NUMPY[dtype]), "y": y}
+        name = "".join(part.capitalize() for part in operation.split("_"))
+        descriptor = getattr(simplex, f"{name}Descriptor")(shape, dtype, **options)
+        got = run(launch.simplex, descriptor, inputs, size)
+        yield f"{dtype} {shape} {flavour} {options} {size}", got, expected(operation, *inputs.values(), **options)
 
 
 SUITES: dict[str, Any] = {
@@ -214,18 +214,11 @@ SUITES: dict[str, Any] = {
 }
 
 
-def main() -> None:
-    interpreter_patches.patch_index()
-    interpreter_patches.patch_fma()
-    interpreter_patches.patch_cast()
-    cases = wrong = 0
-    for label, got, right in SUITES[sys.argv[1]]():
-        cases += 1
-        if bits(got).tobytes() != bits(right).tobytes():
-            wrong += 1
-            print(label, "differs in", int((bits(got) != bits(right)).sum()), "of", bits(right).size, file=sys.stderr)
-    print(cases, wrong)
+def compared(suite: Callable[[], Iterator[Case]]) -> Iterator[tuple[str, bool]]:
+    for label, got, right in suite():
+        differing = int((bits(got) != bits(right)).sum())
+        yield f"{label} differs in {differing} of {bits(right).size}", bits(got).tobytes() == bits(right).tobytes()
 
 
 if __name__ == "__main__":
-    main()
+    report({name: partial(compared, suite) for name, suite in SUITES.items()})
