@@ -12,6 +12,24 @@ import pytest
 import isograd
 
 
+def pytest_collection_modifyitems(items):
+    """The long files first, so that workers end together; then files of one family apart.
+
+    Two workers that met the same kernels at the same time would both compile them.
+    """
+    files = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    folders = {}
+    for path in files:
+        folders.setdefault(path.parent, []).append(path)
+
+    def rank(path):
+        return ("triton" not in path.name and path.name != "test_verify.py", folders[path.parent].index(path))
+
+    items[:] = [item for path in sorted(files, key=rank) for item in files[path]]
+
+
 @pytest.fixture
 def restore_threads():
     """Put the number of threads back that was in force before the test."""
@@ -51,7 +69,7 @@ def interpret():
     """
 
     @functools.cache
-    def run(script, *suites, exhaustive=False):
+    def run(script, *suites, exhaustive):
         paths = [str(Path(isograd.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
         done = subprocess.run(

@@ -27,7 +27,7 @@ from isograd.numerics.numba_memory import BLOCK
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in cast:RuntimeWarning")
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
-relaxed = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+relaxed = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 FLAVOURS = ["normal", "normal", "offset", "spread", "special", "masked"]
 
 

@@ -18,5 +18,5 @@ def test_interpreter_returns_the_bits_of_the_reference(interpret, suite: str, ex
     found, which = interpret(SCRIPT, *SUITES, exhaustive=exhaustive)
     assert suite in found, which
     cases, wrong = found[suite]
-    assert cases >= (24 if exhaustive and suite != "faults" else 8)
+    assert cases >= (9 if exhaustive or suite == "faults" else 7)
     assert wrong == 0, which
