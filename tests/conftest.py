@@ -1,5 +1,6 @@
 """Fixtures that every folder of tests shares."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -9,6 +10,24 @@ from pathlib import Path
 import pytest
 
 import isograd
+
+
+def pytest_collection_modifyitems(items):
+    """The long files first, so that workers end together; then files of one family apart.
+
+    Two workers that met the same kernels at the same time would both compile them.
+    """
+    files = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    folders = {}
+    for path in files:
+        folders.setdefault(path.parent, []).append(path)
+
+    def rank(path):
+        return ("triton" not in path.name and path.name != "test_verify.py", folders[path.parent].index(path))
+
+    items[:] = [item for path in sorted(files, key=rank) for item in files[path]]
 
 
 @pytest.fixture
@@ -38,5 +57,30 @@ def run_python():
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def interpret():
+    """A function that runs suites of a script under Triton's interpreter, all in one process.
+
+    It returns {suite: (cases, cases that differ)} and what was said about those.
+    """
+
+    @functools.cache
+    def run(script, *suites, exhaustive):
+        paths = [str(Path(isograd.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", str(script), *suites, *(["--exhaustive"] if exhaustive else [])],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=1800,
+            check=False,
+        )
+        found = [line.split() for line in done.stdout.splitlines()]
+        return {name: (int(cases), int(wrong)) for name, cases, wrong in found}, done.stderr
 
     return run

@@ -40,8 +40,8 @@ _FAMILIES = (
     "isograd.losses.linear_plans",
     "isograd.losses.divergence_plans",
     "isograd.losses.simplex_plans",
-    "isograd.losses.cuda",
-    "isograd.losses.cuda_more",
+    "isograd.losses.cross_entropy_cuda",
+    "isograd.losses.distributions_cuda",
 )
 _entries: list[Entry] = []
 _lock = threading.Lock()

@@ -177,7 +177,7 @@ def random_indices(rng, problem):
     return np.asarray(np.where(rng.random(indices.shape) < 0.3, size // 2, indices)).astype(problem["kind"])
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(problems())
 def test_any_layout(problem):
     rng = np.random.default_rng(problem["seed"])

@@ -104,7 +104,7 @@ def test_a_million_terms_that_cancel_to_a_millionth(dtype):
     need_wide(dtype)
     of = arrays.numpy_dtype(dtype)
     rng = np.random.default_rng(52)
-    for rest in ((), (8,)):
+    for rest in ((), (2,)):
         half = rng.standard_normal((MILLION // 2 - 1, *rest)).astype(of)
         half = np.where(np.abs(half) > 4, of.type(4), half)
         left = np.array([[2.0**-19], [2.0**-20]]).reshape(2, *(1,) * len(rest)) * np.ones((1, *rest))

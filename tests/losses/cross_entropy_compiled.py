@@ -48,8 +48,8 @@ def _describe(value: Any, path: tuple[int, ...], constants: dict[Any, Any], attr
     return "i32" if abs(value) < 2**31 else "i64"
 
 
-def compile_for(target: str, operation: str, shape: tuple[int, ...], dtype: str, axis: int = 1, **options: Any) -> Any:
-    """The compiled kernel that an operation on tensors of a shape would launch."""
+def kernel_for(target: str, operation: str, shape: tuple[int, ...], dtype: str, axis: int = 1, **options: Any) -> Any:
+    """(kernel, tensors, what follows them, compiler's options) that an operation on tensors of a shape would launch."""
     where = TARGETS[target]
     descriptor = KINDS[operation](shape, dtype, axis=axis, **options).validated()
     given = {o.name: torch.empty(o.shape, dtype=getattr(torch, o.dtype)) for o in descriptor.operands()}
@@ -70,7 +70,12 @@ def compile_for(target: str, operation: str, shape: tuple[int, ...], dtype: str,
         mock.patch.object(triton_launch, "architecture", return_value=arch),
     ):
         triton_launch.cross_entropy(descriptor, given)
-    kernel, tensors, tail, compiler = found[-1]
+    return found[-1]
+
+
+def compile_for(target: str, operation: str, shape: tuple[int, ...], dtype: str, axis: int = 1, **options: Any) -> Any:
+    """The compiled kernel that an operation on tensors of a shape would launch."""
+    kernel, tensors, tail, compiler = kernel_for(target, operation, shape, dtype, axis, **options)
     signature: dict[str, Any] = {}
     constants: dict[Any, Any] = {}
     attributes: dict[Any, Any] = {}
@@ -84,7 +89,7 @@ def compile_for(target: str, operation: str, shape: tuple[int, ...], dtype: str,
         else:
             signature[name] = _describe(tail[i - len(tensors)], (i,), constants, attributes)
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
-    return triton.compile(source, target=where, options=compiler)
+    return triton.compile(source, target=TARGETS[target], options=compiler)
 
 
 def resources(compiled: Any) -> dict[str, int]:

@@ -1,12 +1,14 @@
 """Run under TRITON_INTERPRET=1: compare the router family's Triton kernels with the reference in Triton's interpreter.
 
-    python interpreted_router.py OPERATION|separated|top_k_sorted|blocks|faults
+    python interpreted_router.py [--exhaustive] SUITE...
 
-Prints the number of cases and of those that differ. Not a test itself: the variable acts when triton is imported.
+A suite is an operation, separated, top_k_sorted, blocks or faults. Prints the number of cases of each and of those that
+differ. Not a test itself: the variable acts when triton is imported.
 """
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,8 +18,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "softmax"))
-import interpreter_patches
 import router_problems as problems
+from interpreter_patches import few, report
 
 from isograd import IndexOutOfRangeError, check
 from isograd.arrays import numpy_dtype
@@ -63,61 +65,63 @@ def agree(operation: str, case: Case, dtype: str, order: int = 0) -> bool:
 
 
 def random_problems(operation: str) -> Iterator[tuple[str, bool]]:
-    for seed in range(12):
-        for dtype in problems.dtypes_of(operation):
-            rng = np.random.default_rng(seed)
-            flavour = FLAVOURS[seed % len(FLAVOURS)]
-            case = problems.problem(operation, rng, dtype, flavour)
-            shapes = {name: a.shape for name, a in case.inputs.items()}
-            what = f"{operation} {dtype} {flavour} seed {seed} {shapes} {case.options}"
-            yield what, agree(operation, case, dtype, seed % 3)
+    # A router has more options than the others.
+    every = 2 if operation.startswith("moe_router") else 5
+    for seed, dtype in few(every, range(12), problems.dtypes_of(operation)):
+        rng = np.random.default_rng(seed)
+        flavour = FLAVOURS[seed % len(FLAVOURS)]
+        case = problems.problem(operation, rng, dtype, flavour)
+        shapes = {name: a.shape for name, a in case.inputs.items()}
+        what = f"{operation} {dtype} {flavour} seed {seed} {shapes} {case.options}"
+        yield what, agree(operation, case, dtype, seed % 3)
 
 
 def separated() -> Iterator[tuple[str, bool]]:
     """The short cut: that it is taken where logits are apart, and what happens where they are not."""
     taken = []
     choose = triton_kernels._choose
-    for dtype in ("bfloat16", "float16", "float32"):
-        for seed, (n, k, options) in enumerate(
-            [
-                (128, 8, {}),
-                (200, 1, {"renormalize": True}),
-                (256, 8, {"renormalize": True, "scale": 2.5}),
-                (300, 31, {}),
-            ]
-        ):
-            rng = np.random.default_rng(seed)
-            x = 3 * rng.standard_normal((9, n))
-            for flavour in ("apart", "normal", "ties", "close", "special", "masked"):
-                if flavour == "apart":
-                    logits = (rng.permuted(np.tile(np.arange(n), (9, 1)), axis=1) / 8 - 9).astype(numpy_dtype(dtype))
-                elif flavour == "close":
-                    logits = (1 + np.round(x) * 2.0**-20).astype(numpy_dtype(dtype))
-                else:
-                    logits = problems.values(rng, flavour, (9, n), dtype)
-                case = Case("", {"logits": logits}, {"k": k, **options})
-                taken.clear()
+    sizes: list[tuple[int, int, dict[str, Any]]] = [
+        (128, 8, {}),
+        (200, 1, {"renormalize": True}),
+        (256, 8, {"renormalize": True, "scale": 2.5}),
+        (300, 31, {}),
+    ]
+    flavours = ("apart", "normal", "ties", "close", "special", "masked")
+    for dtype, (seed, (n, k, options)), flavour in few(
+        5, ("bfloat16", "float16", "float32"), list(enumerate(sizes)), flavours
+    ):
+        rng = np.random.default_rng(seed)
+        x = 3 * rng.standard_normal((5, n))
+        if flavour == "apart":
+            logits = (rng.permuted(np.tile(np.arange(n), (5, 1)), axis=1) / 8 - 9).astype(numpy_dtype(dtype))
+        elif flavour == "close":
+            logits = (1 + np.round(x) * 2.0**-20).astype(numpy_dtype(dtype))
+        else:
+            logits = problems.values(rng, flavour, (5, n), dtype)
+        case = Case("", {"logits": logits}, {"k": k, **options})
+        taken.clear()
 
-                def general(*arguments: Any) -> Any:
-                    taken.append(True)
-                    return choose(*arguments)
+        def general(*arguments: Any) -> Any:
+            taken.append(True)
+            return choose(*arguments)
 
-                with mock.patch.object(triton_kernels, "_choose", general):
-                    right = agree("moe_router", case, dtype)
-                way = bool(taken)
-                expected_way = {"apart": False, "close": True, "special": True}.get(flavour)
-                if k == 31 or (k == 1 and flavour == "close"):  # a matter of chance
-                    expected_way = None
-                yield f"separated {dtype} {n} {k} {flavour} general {way}", right and expected_way in (None, way)
+        with mock.patch.object(triton_kernels, "_choose", general):
+            right = agree("moe_router", case, dtype)
+        way = bool(taken)
+        expected_way = {"apart": False, "close": True, "special": True}.get(flavour)
+        if k == 31 or (k == 1 and flavour == "close"):  # a matter of chance
+            expected_way = None
+        yield f"separated {dtype} {n} {k} {flavour} general {way}", right and expected_way in (None, way)
 
 
 def top_k_sorted() -> Iterator[tuple[str, bool]]:
-    for dtype in problems.DTYPES:
-        for seed, (shape, k, axis) in enumerate([((3, 1500), 9, -1), ((2, 200), 150, 1), ((1100, 2), 3, 0)]):
-            for flavour in ("ties", "special"):
-                x = problems.values(np.random.default_rng(seed), flavour, shape, dtype)
-                case = Case("", {"x": x}, {"k": k, "axis": axis})
-                yield f"top_k {dtype} {shape} {k} {flavour}", agree("top_k", case, dtype, seed)
+    sizes = [((3, 1500), 9, -1), ((2, 200), 150, 1), ((1100, 2), 3, 0)]
+    for dtype, (seed, (shape, k, axis)), flavour in few(
+        3, problems.DTYPES, list(enumerate(sizes)), ("ties", "special")
+    ):
+        x = problems.values(np.random.default_rng(seed), flavour, shape, dtype)
+        case = Case("", {"x": x}, {"k": k, "axis": axis})
+        yield f"top_k {dtype} {shape} {k} {flavour}", agree("top_k", case, dtype, seed)
 
 
 def blocks() -> Iterator[tuple[str, bool]]:
@@ -127,29 +131,28 @@ def blocks() -> Iterator[tuple[str, bool]]:
         case = Case("", {"experts": rng.integers(0, bound, count)}, {"num_experts": bound})
         yield f"permutation {count} {bound}", agree("expert_permutation", case, "int64")
         yield f"counts {count} {bound}", agree("expert_counts", case, "int64")
-    for dtype in ("bfloat16", "float32", "float64"):
-        for flavour in ("normal", "special"):
-            order = problems.permutation(rng, 2 * 37)
-            rows, weights = (problems.values(rng, flavour, (74, 5), dtype), np.ones((2, 37), "float32"))
-            weights = weights.astype("float64" if dtype == "float64" else "float32")
-            case = Case("", {"expert_out": rows, "weights": weights, "order": order})
-            yield f"combine {dtype} {flavour}", agree("moe_combine", case, dtype)
-            wide = problems.values(rng, flavour, (2, 5000), dtype)
-            case = Case("", {"dy": wide[:1], "expert_out": wide, "weights": weights[:1, :2], "order": np.array([1, 0])})
-            yield f"combine_backward {dtype} {flavour}", agree("moe_combine_backward", case, dtype)
-            for operation in ("renormalize", "router_z_loss"):
-                name = "w" if operation == "renormalize" else "logits"
-                case = Case("", {name: wide}, {"axis": -1} if operation == "renormalize" else {})
-                if operation == "router_z_loss":
-                    case = Case("", {name: wide[:, :2000]})
-                yield f"{operation} {dtype} {flavour}", agree(operation, case, dtype)
-            logits = problems.values(rng, flavour, (3, 1500), dtype)
-            case = Case("", {"logits": logits}, {"k": 3, "renormalize": True})
-            yield f"many experts {dtype} {flavour}", agree("moe_router", case, dtype)
-            experts = problems.expected("moe_router", case)[1]
-            inputs = {"dweights": np.ones((3, 3), weights.dtype), "logits": logits, "experts": experts}
-            case = Case("", inputs, {"renormalize": True})
-            yield f"many experts backward {dtype} {flavour}", agree("moe_router_backward", case, dtype)
+    for dtype, flavour in few(2, ("bfloat16", "float32", "float64"), ("normal", "special")):
+        order = problems.permutation(rng, 2 * 37)
+        rows, weights = (problems.values(rng, flavour, (74, 5), dtype), np.ones((2, 37), "float32"))
+        weights = weights.astype("float64" if dtype == "float64" else "float32")
+        case = Case("", {"expert_out": rows, "weights": weights, "order": order})
+        yield f"combine {dtype} {flavour}", agree("moe_combine", case, dtype)
+        wide = problems.values(rng, flavour, (2, 5000), dtype)
+        case = Case("", {"dy": wide[:1], "expert_out": wide, "weights": weights[:1, :2], "order": np.array([1, 0])})
+        yield f"combine_backward {dtype} {flavour}", agree("moe_combine_backward", case, dtype)
+        for operation in ("renormalize", "router_z_loss"):
+            name = "w" if operation == "renormalize" else "logits"
+            case = Case("", {name: wide}, {"axis": -1} if operation == "renormalize" else {})
+            if operation == "router_z_loss":
+                case = Case("", {name: wide[:, :2000]})
+            yield f"{operation} {dtype} {flavour}", agree(operation, case, dtype)
+        logits = problems.values(rng, flavour, (3, 1500), dtype)
+        case = Case("", {"logits": logits}, {"k": 3, "renormalize": True})
+        yield f"many experts {dtype} {flavour}", agree("moe_router", case, dtype)
+        experts = problems.expected("moe_router", case)[1]
+        inputs = {"dweights": np.ones((3, 3), weights.dtype), "logits": logits, "experts": experts}
+        case = Case("", inputs, {"renormalize": True})
+        yield f"many experts backward {dtype} {flavour}", agree("moe_router_backward", case, dtype)
 
 
 def faults() -> Iterator[tuple[str, bool]]:
@@ -196,21 +199,8 @@ def faults() -> Iterator[tuple[str, bool]]:
     yield what, right and np.isnan(dw).sum() == 1 and np.isnan(dw[2, 0]) and (dx[2] == 7).all()
 
 
-def main() -> None:
-    interpreter_patches.patch_index()
-    interpreter_patches.patch_fma()
-    interpreter_patches.patch_cast()
-    chosen = {f.__name__: f for f in (separated, top_k_sorted, blocks, faults)}
-    name = sys.argv[1]
-    found = chosen[name]() if name in chosen else random_problems(name)
-    cases = wrong = 0
-    for what, right in found:
-        cases += 1
-        if not right:
-            wrong += 1
-            print(what, file=sys.stderr)
-    print(cases, wrong)
+SUITES_HERE: dict[str, Any] = {f.__name__: f for f in (separated, top_k_sorted, blocks, faults)}
 
 
 if __name__ == "__main__":
-    main()
+    report({operation: partial(random_problems, operation) for operation in SUITES} | SUITES_HERE)

@@ -29,7 +29,7 @@ from isograd.router import reference
 from isograd.router.numba_select import INSERTED
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in cast:RuntimeWarning")
-relaxed = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+relaxed = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 each = pytest.mark.parametrize(("operation", "dtype"), EACH)
 
 

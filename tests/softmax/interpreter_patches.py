@@ -1,5 +1,12 @@
-"""Exact versions of what Triton's interpreter gets wrong: 3.6 does not fuse `tl.fma`, 3.9 truncates to bfloat16."""
+"""What the scripts that run under Triton's interpreter share.
 
+Exact versions of what it gets wrong: 3.6 does not fuse `tl.fma`, 3.9 truncates to bfloat16. The choice of cases, and
+the report of suites.
+"""
+
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -9,6 +16,36 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from isograd.numerics import reference as ref
+
+ORIGINAL = {name: getattr(InterpreterBuilder, name) for name in ("create_fma", "cast_impl", "create_fp_to_fp")}
+EXHAUSTIVE = "--exhaustive" in sys.argv
+
+
+def few(every: int, *parts: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Combinations of one element of each part whose places add up to a multiple of `every`; exhaustive runs take all.
+
+    Every element of a part is in some of them where the other parts have at least `every` elements between them.
+    """
+    for places in itertools.product(*(range(len(part)) for part in parts)):
+        if EXHAUSTIVE or sum(places) % every == 0:
+            yield tuple(part[i] for part, i in zip(parts, places, strict=True))
+
+
+def report(suites: Mapping[str, Callable[[], Iterable[tuple[str, bool]]]]) -> None:
+    """Run the suites that the command names: a line with name, cases and wrong cases each, the wrong ones on stderr."""
+    patch_index()
+    patch_fma()
+    patch_cast()
+    for name in sys.argv[1:]:
+        if name == "--exhaustive":
+            continue
+        cases = wrong = 0
+        for what, right in suites[name]():
+            cases += 1
+            if not right:
+                wrong += 1
+                print(f"{name}: {what}", file=sys.stderr)
+        print(name, cases, wrong, flush=True)
 
 
 def _create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:

@@ -37,7 +37,7 @@ def test_hopper(name: str, operation: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", ["short rows", "long rows", "strips"])
 @pytest.mark.parametrize("operation", ["softmax", "log_softmax_backward"])
 def test_other_architectures(target: str, name: str, operation: str) -> None:
     needs = resources(compile_for(target, operation, *problem(name, operation)))

@@ -1,22 +1,25 @@
 """Run under TRITON_INTERPRET=1: compare the Triton kernels with the reference in Triton's interpreter.
 
-    python triton_interpreted.py OPERATION [--without fma|cast]
+    python triton_interpreted.py [--exhaustive] OPERATION|unfused|truncated...
 
-Prints the number of cases and of elements that differ. Not a test itself: the variable acts when triton is imported.
+Prints the number of cases of each suite and of those that differ. Not a test itself: the variable acts when triton is
+imported.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
 import torch
+from triton.runtime.interpreter import InterpreterBuilder
 
 sys.path.insert(0, str(Path(__file__).parent))
-import interpreter_patches
+from interpreter_patches import ORIGINAL, few, report
 
 from isograd.softmax import reference, triton_kernels
 from isograd.softmax.triton_launch import Configuration, launch
@@ -67,34 +70,32 @@ def inputs(operation: str, dtype: str, shape: tuple[int, ...], axis: int, seed: 
         return [dy, y]
 
 
-def differing(operation: str) -> Iterator[int]:
-    """The number of elements whose bits differ, for every case."""
-    for dtype in NUMPY:
-        for seed, (shape, axis, config) in enumerate(CASES):
-            arrays = inputs(operation, dtype, shape, axis, seed)
-            out = to_torch(arrays[0]).fill_(7)
-            with np.errstate(all="ignore"):
-                launch(triton_kernels.KERNELS, operation, [*map(to_torch, arrays), out], axis, config)
-                expected = getattr(reference, operation)(*arrays, axis)
-            got, expected = to_numpy(out, dtype).view(INTEGER[dtype]), expected.view(INTEGER[dtype])
-            if (got != expected).any():
-                print(f"{operation} {dtype} {shape} axis {axis} {config}", file=sys.stderr)
-            yield int((got != expected).sum())
+def agreeing(operation: str) -> Iterator[tuple[str, bool]]:
+    for dtype, (seed, (shape, axis, config)) in few(2, list(NUMPY), list(enumerate(CASES))):
+        arrays = inputs(operation, dtype, shape, axis, seed)
+        out = to_torch(arrays[0]).fill_(7)
+        with np.errstate(all="ignore"):
+            launch(triton_kernels.KERNELS, operation, [*map(to_torch, arrays), out], axis, config)
+            expected = getattr(reference, operation)(*arrays, axis)
+        got, expected = to_numpy(out, dtype).view(INTEGER[dtype]), expected.view(INTEGER[dtype])
+        yield f"{operation} {dtype} {shape} axis {axis} {config}", not (got != expected).any()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("operation")
-    parser.add_argument("--without", choices=["fma", "cast"])
-    arguments = parser.parse_args()
-    interpreter_patches.patch_index()
-    if arguments.without != "fma":
-        interpreter_patches.patch_fma()
-    if arguments.without != "cast":
-        interpreter_patches.patch_cast()
-    found = list(differing(arguments.operation))
-    print(len(found), sum(found))
+def unfused() -> Iterator[tuple[str, bool]]:
+    """With the interpreter's own `tl.fma`."""
+    with mock.patch.multiple(InterpreterBuilder, create_fma=ORIGINAL["create_fma"]):
+        yield from agreeing("softmax")
+
+
+def truncated() -> Iterator[tuple[str, bool]]:
+    """With the interpreter's own conversion to bfloat16."""
+    names = ("cast_impl", "create_fp_to_fp")
+    with mock.patch.multiple(InterpreterBuilder, **{name: ORIGINAL[name] for name in names}):
+        yield from agreeing("softmax_backward")
+
+
+OPERATIONS = ("softmax", "log_softmax", "softmax_backward", "log_softmax_backward")
 
 
 if __name__ == "__main__":
-    main()
+    report({name: partial(agreeing, name) for name in OPERATIONS} | {"unfused": unfused, "truncated": truncated})

@@ -112,9 +112,9 @@ def checked_weight(operation: str, argument: str, weight: Any, dtype: str, work:
 def divided(a: Any, b: Any) -> Any:
     """The quotient in the work type, rounded once, its NaN the canonical one."""
     if on_gpu(a):
-        from isograd.losses import cuda
+        from isograd.losses import cross_entropy_cuda
 
-        return cuda.divided(a, b)
+        return cross_entropy_cuda.divided(a, b)
     with default_environment(), np.errstate(all="ignore"):
         quotient = np.asarray(plain(a) / plain(b))
         return np.where(np.isnan(quotient), quotient.dtype.type(np.nan), quotient)
@@ -123,18 +123,18 @@ def divided(a: Any, b: Any) -> Any:
 def total(values: Any) -> Any:
     """The order-free sum of all elements."""
     if on_gpu(values):
-        from isograd.losses import cuda
+        from isograd.losses import cross_entropy_cuda
 
-        return cuda.total(values)
+        return cross_entropy_cuda.total(values)
     return sums.sum(plain(values))
 
 
 def target_total(operation: str, targets: Any, weight: Any, classes: int, ignore_index: int, work: str) -> Any:
     """The number of targets that are not ignored or, given weights of the classes, the order-free sum of theirs."""
     if on_gpu(targets):
-        from isograd.losses import cuda
+        from isograd.losses import cross_entropy_cuda
 
-        return cuda.target_total(targets, weight, classes, ignore_index, work)
+        return cross_entropy_cuda.target_total(targets, weight, classes, ignore_index, work)
     flat = check_targets(operation, plain(targets), classes, ignore_index)
     kept = flat[flat >= 0]
     return scalar(kept.size, work, kept) if weight is None else sums.sum(plain(weight)[kept])

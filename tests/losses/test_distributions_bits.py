@@ -3,9 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from losses_more import (
+from distributions import (
     DTYPES,
     REDUCTIONS,
     Stored,
@@ -19,6 +17,8 @@ from losses_more import (
     values,
     work,
 )
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import isograd as ig
 from isograd.losses import divergence_reference, gumbel_reference
@@ -27,7 +27,7 @@ from isograd.numerics.numba_memory import BLOCK
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in cast:RuntimeWarning")
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
-relaxed = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+relaxed = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 FLAVOURS = ["normal", "normal", "offset", "spread", "special", "masked"]
 
 

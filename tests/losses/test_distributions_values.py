@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from losses_more import DTYPES, REDUCTIONS, log_softmax, named, raw, softmax, work
+from distributions import DTYPES, REDUCTIONS, log_softmax, named, raw, softmax, work
 
 import isograd as ig
 import isograd.tape as tp

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from losses_more import DTYPES, log_softmax, named, softmax, work
+from distributions import DTYPES, log_softmax, named, softmax, work
 
 import isograd as ig
 from isograd.losses import divergence_reference, gumbel_reference, sparsemax_reference

@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from isograd.losses import triton_more_launch
+from isograd.losses import triton_distributions_launch
 from isograd.reduction import cuda as reduction
 from isograd.triton_launcher import Launcher
 
@@ -94,7 +94,7 @@ def kernels_of(target: str, call: Callable[[], Any]) -> dict[str, dict[str, int]
 
     arch = where.arch if where.backend == "cuda" else 0
     with mock.patch.object(Launcher, "__call__", launch):
-        for module in (triton_more_launch, reduction):
+        for module in (triton_distributions_launch, reduction):
             for name, value in (("architecture", arch), ("processors", 132)):
                 patch = mock.patch.object(module, name, return_value=value)
                 patch.start()

@@ -24,12 +24,12 @@ class TritonDivergence(TritonKernel):
     def compute(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any) -> None:
         """Launch on the current stream of the tensors' device."""
         from isograd import faults
-        from isograd.losses import triton_more_launch
+        from isograd.losses import triton_distributions_launch
 
         if descriptor.operation.startswith("kl_div"):
-            getattr(triton_more_launch, descriptor.operation)(descriptor, arguments)
+            getattr(triton_distributions_launch, descriptor.operation)(descriptor, arguments)
             return
-        triton_more_launch.distillation(descriptor, arguments)
+        triton_distributions_launch.distillation(descriptor, arguments)
         if descriptor.classes is not None:
             faults.after_launch(arguments["student"].device)
 
@@ -45,9 +45,9 @@ class TritonSimplex(TritonKernel):
 
     def compute(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any) -> None:
         """Launch on the current stream of the tensors' device."""
-        from isograd.losses import triton_more_launch
+        from isograd.losses import triton_distributions_launch
 
-        triton_more_launch.simplex(descriptor, arguments)
+        triton_distributions_launch.simplex(descriptor, arguments)
 
 
 for _dtype in DTYPES:

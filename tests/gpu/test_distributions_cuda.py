@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "losses"))
-from losses_more import named, reference, values  # noqa: E402
+from distributions import named, reference, values  # noqa: E402
 
 import isograd as ig  # noqa: E402
 
