@@ -1,7 +1,7 @@
 """The gather family in NumPy: the definition that every kernel returns bit for bit, and its oracle.
 
-Formulas (rule 12 of `docs/arithmetic.md`); d stands for a destination element, S_d for the order-free sum of rule 4 over
-the sources of d alone, in the work type:
+Formulas (rule 12 of `docs/arithmetic.md`); d stands for a destination element, S_d for the order-free sum of rule 4
+over the sources of d alone, in the work type:
 
     take_along_axis            v[.., j, ..] = x[.., indices[.., j, ..], ..]   the stored bits
     take_along_axis_backward   dx_d  = RN_store(S_d)                          0 without sources
