@@ -328,6 +328,7 @@ def test_forked_children(run_python):
 
 def test_keyboard_interrupt_during_a_long_call(run_python):
     code = """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which the background jobs of a shell ignore
     big = np.broadcast_to(x[:, :, None], (2000, 500, 30))
     out = np.empty(big.shape, np.float32)
     ig.log_softmax(big, 1, out=out)  # loads the kernel

@@ -1,7 +1,7 @@
 """What the scripts that run under Triton's interpreter share.
 
-Exact versions of what it gets wrong: 3.6 does not fuse `tl.fma`, 3.9 truncates to bfloat16. The choice of cases, and
-the report of suites.
+Exact versions of what it gets wrong: 3.6 does not fuse `tl.fma`, 3.9 truncates to bfloat16 and makes integers of some
+masks. The choice of cases, and the report of suites.
 """
 
 import itertools
@@ -36,6 +36,7 @@ def report(suites: Mapping[str, Callable[[], Iterable[tuple[str, bool]]]]) -> No
     patch_index()
     patch_fma()
     patch_cast()
+    patch_masks()
     for name in sys.argv[1:]:
         if name == "--exhaustive":
             continue
@@ -83,3 +84,16 @@ def patch_index() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patched
+
+
+def patch_masks() -> None:
+    """3.9 hands on some masks, of a scalar and a block, as integers and then refuses them."""
+    for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):
+        original = getattr(InterpreterBuilder, name)
+
+        def patched(self: Any, *arguments: Any, original: Any = original, place: int = place) -> Any:
+            mask = arguments[place]
+            mask = TensorHandle(mask.data.astype(bool), mask.dtype)
+            return original(self, *arguments[:place], mask, *arguments[place + 1 :])
+
+        setattr(InterpreterBuilder, name, patched)

@@ -15,6 +15,9 @@ from isograd.softmax import gluon_exchange as exchange
 from isograd.softmax import gluon_kernels as softmax
 from isograd.softmax import triton_rows as rows
 
+# The name since Triton 3.9, and the one before.
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
 
 @gluon.jit
 def _broad(v):
@@ -127,7 +130,7 @@ def gradient_staged(
         p = rows.softmax_output(e, found, r, r_low, largest, short, False)
         at = gl.fma(factor, p, ops.negate(g * own))
         # The target's gradient replaces what the block has just stored there.
-        gl.thread_barrier()
+        _barrier()
         here = inside & (thread == 0) & (target >= block * BLOCK) & (target < (block + 1) * BLOCK)
         gl.store(dx_ptr + wide_row * dx_row + target, ops.narrow(at, dtype, False), here)
         row = following
