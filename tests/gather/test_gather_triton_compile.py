@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("triton", reason="needs triton")
 
-from compiled_kernels import kernels_of, resources  # noqa: E402
+from triton_targets import kernels_of, resources  # noqa: E402
 
 from isograd.gather import triton_launch as gather  # noqa: E402
 from isograd.reduction import cuda as reduction  # noqa: E402
@@ -60,7 +60,7 @@ KERNELS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_hopper(name: str, dtype: torch.dtype) -> None:
-    found = kernels_of(gather, "sm_90", CALLS[name](dtype))
+    found = kernels_of("sm_90", CALLS[name](dtype), gather)
     assert list(found) == KERNELS[name]
     for kernel, compiled in found.items():
         needs = resources(compiled)
@@ -73,7 +73,7 @@ def test_hopper(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
 @pytest.mark.parametrize("name", ["take", "few", "atomics", "sum"])
 def test_other_architectures(target: str, name: str) -> None:
-    found = kernels_of(gather, target, CALLS[name](torch.bfloat16))
+    found = kernels_of(target, CALLS[name](torch.bfloat16), gather)
     assert list(found) == KERNELS[name]
     for kernel, compiled in found.items():
         needs = resources(compiled)
@@ -85,7 +85,7 @@ def test_other_architectures(target: str, name: str) -> None:
 @pytest.mark.parametrize(("shape", "axis"), [((65536, 256), 0), ((65536, 256), 1)])
 def test_sums(target: str, dtype: str, shape: tuple[int, ...], axis: int) -> None:
     x = torch.empty(shape, dtype=getattr(torch, dtype))
-    found = kernels_of(reduction, target, lambda: reduction.sum(x, axis))
+    found = kernels_of(target, lambda: reduction.sum(x, axis), reduction)
     assert list(found) in (["sum_rows"], ["sum_keys", "sum_parts", "sum_finish"])
     assert all(resources(compiled)["stack"] == 0 for compiled in found.values())
 
@@ -93,7 +93,7 @@ def test_sums(target: str, dtype: str, shape: tuple[int, ...], axis: int) -> Non
 @pytest.mark.parametrize("name", ["sum", "atomics"])
 def test_no_float_is_added_in_memory(name: str) -> None:
     atomics = 0
-    for compiled in kernels_of(gather, "sm_90", CALLS[name](torch.float32)).values():
+    for compiled in kernels_of("sm_90", CALLS[name](torch.float32), gather).values():
         found = re.findall(r"\b(?:atom|red)\.\S+", compiled.asm["ptx"])
         atomics += len(found)
         assert not [a for a in found if re.search(r"\.(f|bf)\d", a)]
@@ -102,11 +102,11 @@ def test_no_float_is_added_in_memory(name: str) -> None:
 
 def test_stores_of_a_row_are_ordered_by_a_barrier() -> None:
     """Between the stores that fill a row and those of its sums; the atomics of a chunk and its arrival likewise."""
-    ptx = kernels_of(gather, "sm_90", _lines(torch.float32, 8))["scatter_few"].asm["ptx"]
+    ptx = kernels_of("sm_90", _lines(torch.float32, 8), gather)["scatter_few"].asm["ptx"]
     steps = re.findall(r"st\.global\.v4|bar\.sync|st\.global\.b32", ptx)
     last_fill = max(i for i, step in enumerate(steps) if step == "st.global.v4")
     assert "bar.sync" in steps[last_fill : steps.index("st.global.b32")]
-    ptx = kernels_of(gather, "sm_90", _rows(torch.float32, gather.index_sum))["group_sum"].asm["ptx"]
+    ptx = kernels_of("sm_90", _rows(torch.float32, gather.index_sum), gather)["group_sum"].asm["ptx"]
     steps = re.findall(r"(?:red|atom)\S*relaxed\S*add\S*|bar\.sync|atom\S*acq_rel\S*add\S*", ptx)
     arrival = next(i for i, step in enumerate(steps) if "acq_rel" in step)
     added = max(i for i, step in enumerate(steps[:arrival]) if "relaxed" in step)

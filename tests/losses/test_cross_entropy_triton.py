@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("triton", reason="needs triton")
 
-from cross_entropy_compiled import KINDS, compile_for, kernel_for, resources
+from cross_entropy_compiled import KINDS, compile_for, kernel_for
+from triton_targets import resources
 
 SCRIPT = Path(__file__).parent / "cross_entropy_interpreted.py"
 # suite: its cases, and those of an exhaustive run

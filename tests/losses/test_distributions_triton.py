@@ -10,10 +10,12 @@ import isograd as ig
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("triton", reason="needs triton")
 
-from distributions_compiled import TARGETS, kernels_of  # noqa: E402
+import triton_targets  # noqa: E402
+from triton_targets import TARGETS, resources  # noqa: E402
 
 from isograd.losses import triton_distributions_launch as launch  # noqa: E402
 from isograd.losses.promises import work_name  # noqa: E402
+from isograd.reduction import cuda as reduction  # noqa: E402
 
 SCRIPT = Path(__file__).parent / "distributions_interpreted.py"
 # suite: its cases, and those of an exhaustive run
@@ -97,9 +99,10 @@ def test_amd(operation: str) -> None:
 
 
 def check_compiled(operation: str, problem: str, target: str) -> None:
-    needs = kernels_of(target, call(operation, problem))
-    assert needs
-    for name, need in needs.items():
+    found = triton_targets.kernels_of(target, call(operation, problem), launch, reduction)
+    assert found
+    for name, kernel in found.items():
+        need = resources(kernel)
         # A few words of the stack are what the compiler's scheduling costs.
         assert need["stack"] <= 64, name
         assert need["registers"] <= 255, name
@@ -109,4 +112,4 @@ def check_compiled(operation: str, problem: str, target: str) -> None:
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("target", sorted(TARGETS.keys() - {"sm_90", "gfx942"}))
 def test_compiles_elsewhere(operation: str, target: str) -> None:
-    assert kernels_of(target, call(operation, "rows"))
+    assert triton_targets.kernels_of(target, call(operation, "rows"), launch, reduction)

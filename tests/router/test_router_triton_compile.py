@@ -1,44 +1,23 @@
 """The router's Triton kernels compile for GPUs that are not there, and keep what they hold in registers."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("triton", reason="needs triton")
 
-sys.path.append(str(Path(__file__).parents[1] / "gather"))
-import compiled_kernels as compiled  # noqa: E402
+import triton_targets  # noqa: E402
+from triton_targets import TARGETS, resources  # noqa: E402
 
 from isograd.reduction import cuda as reduction  # noqa: E402
 from isograd.router import triton_launch as launch  # noqa: E402
-from isograd.triton_launcher import Launcher  # noqa: E402
-
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
 def kernels_of(target: str, call: Callable[[], Any]) -> dict[str, Any]:
     """What a call launches, compiled for a target, by the kernels' names; nothing runs."""
-    where = compiled.TARGETS[target]
-    arch = where.arch if where.backend == "cuda" else 0
-    found: dict[str, Any] = {}
-
-    def record(self: Launcher, *tensors: Any) -> None:
-        kernel = compiled._compile(where, self._kernel, tensors, self._specification)
-        found[self._kernel.__name__] = kernel
-
-    with (
-        mock.patch.object(Launcher, "__call__", record),
-        mock.patch.object(launch, "architecture", return_value=arch),
-        mock.patch.object(reduction, "architecture", return_value=arch),
-        mock.patch.object(reduction, "processors", return_value=132),
-    ):
-        call()
-    return found
+    return triton_targets.kernels_of(target, call, launch, reduction)
 
 
 def empty(*shape: int, dtype: str = "float32") -> Any:
@@ -83,7 +62,7 @@ def others(dtype: str) -> dict[str, Callable[[], None]]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_router_on_hopper(dtype: str) -> None:
     for call, name in ((forward(dtype), "router_separated"), (backward(dtype), "router_backward")):
-        needs = compiled.resources(kernels_of("sm_90", call)[name])
+        needs = resources(kernels_of("sm_90", call)[name])
         assert needs["stack"] <= 8  # none with Triton 3.6
         assert needs["registers"] <= 128
         assert needs["shared"] <= 1024
@@ -94,14 +73,14 @@ def test_routers_compile(target: str, dtype: str) -> None:
     deepseek = {"softmax": False, "renormalize": True, "groups": 8, "group_k": 4, "scale": 2.5}
     for call in (forward(dtype), forward(dtype, bias=True, **deepseek), backward(dtype, renormalize=True)):
         (kernel,) = kernels_of(target, call).values()
-        assert compiled.resources(kernel)["stack"] <= (512 if dtype == "float64" else 64)
+        assert resources(kernel)["stack"] <= (512 if dtype == "float64" else 64)
 
 
 @pytest.mark.parametrize("n", [8, 64, 1024])
 def test_other_numbers_of_experts_compile(n: int) -> None:
     for call in (forward("float32", n, 4, renormalize=True), backward("float32", n, 4)):
         (kernel,) = kernels_of("sm_90", call).values()
-        assert compiled.resources(kernel)["stack"] <= 64
+        assert resources(kernel)["stack"] <= 64
 
 
 @pytest.mark.parametrize(("target", "dtype"), [*((t, "bfloat16") for t in TARGETS), ("sm_90", "float64")])
@@ -110,7 +89,7 @@ def test_the_others_compile(target: str, dtype: str) -> None:
         kernels = kernels_of(target, call)
         assert kernels, name
         for kernel in kernels.values():
-            assert compiled.resources(kernel)["stack"] <= (128 if dtype == "float64" else 0), name
+            assert resources(kernel)["stack"] <= (128 if dtype == "float64" else 0), name
 
 
 def test_configurations_depend_on_nothing_but_their_arguments() -> None:

@@ -7,7 +7,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("triton", reason="needs triton")
 
-from triton_compile import compile_for, resources  # noqa: E402
+from triton_compile import compile_for  # noqa: E402
+from triton_targets import resources  # noqa: E402
 
 from isograd.softmax.triton_launch import configuration  # noqa: E402
 

@@ -1,9 +1,9 @@
-"""Compile the Triton kernels that a call would launch, for a GPU that is not there, and read back what they need."""
+"""Compile Triton kernels for GPUs that are not there, and read back what they need."""
 
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -11,9 +11,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from isograd.losses import triton_distributions_launch
-from isograd.reduction import cuda as reduction
 from isograd.triton_launcher import Launcher
 
 _POINTER = {
@@ -33,6 +32,12 @@ TARGETS = {
 }
 
 
+def architecture(target: str) -> int:
+    """The compute capability times ten as launchers see it, 0 where the target is not NVIDIA's."""
+    where = TARGETS[target]
+    return where.arch if where.backend == "cuda" else 0
+
+
 def _describe(value: Any, path: tuple[int, ...], constants: dict[Any, Any], attributes: dict[Any, Any]) -> Any:
     """The signature of an argument as the launcher specialises it: 1 is a constant, 16 divides what it divides."""
     if isinstance(value, tuple):
@@ -45,11 +50,19 @@ def _describe(value: Any, path: tuple[int, ...], constants: dict[Any, Any], attr
     return "i32" if abs(value) < 2**31 else "i64"
 
 
-def _compile(target: GPUTarget, kernel: Any, tensors: Any, numbers: Any, specification: Any) -> Any:
+def compiled(
+    target: str,
+    kernel: Any,
+    tensors: Sequence[torch.Tensor],
+    tail: Sequence[Any],
+    options: dict[str, Any],
+    numbers: Sequence[int] = (),
+) -> Any:
+    """A kernel compiled for tensors, which lend their dtypes, numbers that vary by call, and its other arguments."""
     signature: dict[str, Any] = {}
     constants: dict[Any, Any] = {}
     attributes: dict[Any, Any] = {}
-    values = (*tensors, *numbers, *specification.tail)
+    values = (*tensors, *numbers, *tail)
     assert len(values) == len(kernel.arg_names)
     for i, (name, value) in enumerate(zip(kernel.arg_names, values, strict=True)):
         if i < len(tensors):
@@ -63,18 +76,19 @@ def _compile(target: GPUTarget, kernel: Any, tensors: Any, numbers: Any, specifi
             constants[(i,)] = value
         else:
             signature[name] = _describe(value, (i,), constants, attributes)
-    return triton.compile(ASTSource(kernel, signature, constants, attributes), target, specification.options)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
+    return triton.compile(source, target=TARGETS[target], options=options)
 
 
-def resources(compiled: Any) -> dict[str, int]:
+def resources(kernel: Any) -> dict[str, int]:
     """Registers a thread, bytes of its stack (where spills go) and shared memory of a compiled kernel."""
-    shared = compiled.metadata.shared
-    if "amdgcn" in compiled.asm:
-        text = compiled.asm["amdgcn"]
+    shared = kernel.metadata.shared
+    if "amdgcn" in kernel.asm:
+        text = kernel.asm["amdgcn"]
         registers, stack = (re.search(rf"\.{key}:\s*(\d+)", text) for key in ("vgpr_count", "vgpr_spill_count"))
     else:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(compiled.asm["cubin"])
+            file.write(kernel.asm["cubin"])
             file.flush()
             command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
             text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -84,22 +98,26 @@ def resources(compiled: Any) -> dict[str, int]:
     return {"registers": int(registers[1]), "stack": int(stack[1]), "shared": shared}
 
 
-def kernels_of(target: str, call: Callable[[], Any]) -> dict[str, dict[str, int]]:
-    """What the kernels that `call` launches need on a target, by their names; nothing runs."""
-    where = TARGETS[target]
-    needs: dict[str, dict[str, int]] = {}
+def kernels_of(target: str, call: Callable[[], Any], *modules: Any) -> dict[str, Any]:
+    """What `call` launches through modules, compiled for a target, by the kernels' names; nothing runs."""
+    found: dict[str, Any] = {}
 
-    def launch(self: Launcher, *tensors: Any, numbers: Any = ()) -> None:
-        needs[self._kernel.__name__] = resources(_compile(where, self._kernel, tensors, numbers, self._specification))
+    def record(self: Launcher, *tensors: Any, numbers: Any = ()) -> None:
+        specification = self._specification
+        found[self._kernel.__name__] = compiled(
+            target, self._kernel, tensors, specification.tail, specification.options, numbers
+        )
 
-    arch = where.arch if where.backend == "cuda" else 0
-    with mock.patch.object(Launcher, "__call__", launch):
-        for module in (triton_distributions_launch, reduction):
-            for name, value in (("architecture", arch), ("processors", 132)):
-                patch = mock.patch.object(module, name, return_value=value)
-                patch.start()
-        try:
-            call()
-        finally:
-            mock.patch.stopall()
-    return needs
+    patches = [mock.patch.object(Launcher, "__call__", record)]
+    for module in modules:
+        for name, value in (("architecture", architecture(target)), ("processors", 132)):
+            if hasattr(module, name):
+                patches.append(mock.patch.object(module, name, return_value=value))
+    for patch in patches:
+        patch.start()
+    try:
+        call()
+    finally:
+        for patch in patches:
+            patch.stop()
+    return found
