@@ -19,7 +19,8 @@ from cross_entropy_problems import NUMPY, Problem, by_definition, problem, raw  
 
 import isograd as ig  # noqa: E402
 from isograd.losses import cross_entropy_reference as reference  # noqa: E402
-from isograd.losses import linear_bounds, linear_reference, triton_launch  # noqa: E402
+from isograd.losses import linear_bounds, linear_reference  # noqa: E402
+from isograd.losses import triton_cross_entropy_launch as triton_launch  # noqa: E402
 
 INTEGER = {"float16": np.int16, "bfloat16": np.int16, "float32": np.int32, "float64": np.int64}
 KINDS = ("hard", "smooth", "probabilities")

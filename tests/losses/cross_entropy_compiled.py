@@ -7,7 +7,7 @@ import torch
 import triton_targets
 
 import isograd as ig
-from isograd.losses import triton_launch
+from isograd.losses import triton_cross_entropy_launch as triton_launch
 from isograd.losses.gluon_cross_entropy import gradient_staged
 
 KINDS = {

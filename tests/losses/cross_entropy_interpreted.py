@@ -26,7 +26,7 @@ import isograd as ig
 from isograd.losses import cross_entropy_cuda, linear_bounds, linear_reference
 from isograd.losses import cross_entropy_reference as reference
 from isograd.losses.linear_torch import linear_cross_entropy
-from isograd.losses.triton_launch import cross_entropy
+from isograd.losses.triton_cross_entropy_launch import cross_entropy
 from isograd.softmax.triton_launch import Configuration
 
 INTEGER = {"float16": np.int16, "bfloat16": np.int16, "float32": np.int32, "float64": np.int64}

@@ -56,7 +56,7 @@ class TritonCrossEntropy(TritonKernel):
     def compute(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any) -> None:
         """Launch on the current stream of the tensors' device."""
         from isograd import faults
-        from isograd.losses.triton_launch import cross_entropy
+        from isograd.losses.triton_cross_entropy_launch import cross_entropy
 
         cross_entropy(descriptor, arguments)
         faults.after_launch(arguments["logits"].device)

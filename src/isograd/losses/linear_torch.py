@@ -12,7 +12,7 @@ import torch
 from isograd import faults
 from isograd.losses.cross_entropy_plans import CrossEntropyGradientDescriptor
 from isograd.losses.linear_plans import _Linear
-from isograd.losses.triton_launch import cross_entropy, report_targets
+from isograd.losses.triton_cross_entropy_launch import cross_entropy, report_targets
 
 _LEAST = 256  # rows that keep a matrix product busy
 
