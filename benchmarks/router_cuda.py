@@ -22,6 +22,7 @@ from device_times import Call, graphed, measure
 
 from isograd.cli.suites.router import SUITES
 from isograd.router import triton_launch as router
+from isograd.router import triton_losses_launch as losses
 from isograd.router.cuda import TritonRouter
 from isograd.router.plans import dtypes_of
 
@@ -197,13 +198,13 @@ def others() -> Iterator[tuple[str, dict[str, Call]]]:
     yield f"moe_combine backward {tokens} x {width} bfloat16, k = {K}", calls
     loss = torch.empty((), device="cuda")
     calls = {
-        "isograd": lambda: router.load_balancing_loss(x, experts, loss),
+        "isograd": lambda: losses.load_balancing_loss(x, experts, loss),
         "torch": lambda: (x.mean(0) * torch.bincount(experts.view(-1), minlength=EXPERTS)).sum() / (TOKENS * K),
         "bytes": moved(x, experts),
     }
     yield f"load_balancing_loss [{TOKENS}, {EXPERTS}] float32", calls
     calls = {
-        "isograd": lambda: router.router_z_loss(x, loss),
+        "isograd": lambda: losses.router_z_loss(x, loss),
         "torch": lambda: (torch.logsumexp(x, -1) ** 2).mean(),
         "bytes": moved(x),
     }

@@ -13,6 +13,7 @@ from triton_targets import TARGETS, resources  # noqa: E402
 
 from isograd.reduction import cuda as reduction  # noqa: E402
 from isograd.router import triton_launch as launch  # noqa: E402
+from isograd.router import triton_losses_launch as losses  # noqa: E402
 
 
 def kernels_of(target: str, call: Callable[[], Any]) -> dict[str, Any]:
@@ -52,10 +53,10 @@ def others(dtype: str) -> dict[str, Callable[[], None]]:
         "moe_permute": lambda: launch.moe_permute(tokens, order, rows, 8),
         "moe_combine": lambda: launch.moe_combine("moe_combine", rows, w, order, tokens),
         "moe_combine_backward": lambda: launch.moe_combine_backward(tokens, rows, w, order, rows, w),
-        "load_balancing_loss": lambda: launch.load_balancing_loss(x, i, loss),
-        "load_balancing_loss_backward": lambda: launch.load_balancing_loss_backward(loss, i, x),
-        "router_z_loss": lambda: launch.router_z_loss(x, loss),
-        "router_z_loss_backward": lambda: launch.router_z_loss_backward(loss, x, x),
+        "load_balancing_loss": lambda: losses.load_balancing_loss(x, i, loss),
+        "load_balancing_loss_backward": lambda: losses.load_balancing_loss_backward(loss, i, x),
+        "router_z_loss": lambda: losses.router_z_loss(x, loss),
+        "router_z_loss_backward": lambda: losses.router_z_loss_backward(loss, x, x),
     }
 
 

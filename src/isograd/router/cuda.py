@@ -32,6 +32,7 @@ class TritonRouter(TritonKernel):
     def compute(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any) -> None:
         """Launch on the current stream of the tensors' device."""
         from isograd.router import triton_launch as launch
+        from isograd.router import triton_losses_launch as losses
 
         d, a = descriptor, arguments
         match d.operation:
@@ -76,13 +77,13 @@ class TritonRouter(TritonKernel):
             case "moe_combine_backward":
                 launch.moe_combine_backward(*(a[operand.name] for operand in d.operands()))
             case "load_balancing_loss":
-                launch.load_balancing_loss(a["probabilities"], a["experts"], a["loss"])
+                losses.load_balancing_loss(a["probabilities"], a["experts"], a["loss"])
             case "load_balancing_loss_backward":
-                launch.load_balancing_loss_backward(a["dloss"], a["experts"], a["dprobabilities"])
+                losses.load_balancing_loss_backward(a["dloss"], a["experts"], a["dprobabilities"])
             case "router_z_loss":
-                launch.router_z_loss(a["logits"], a["loss"])
+                losses.router_z_loss(a["logits"], a["loss"])
             case "router_z_loss_backward":
-                launch.router_z_loss_backward(a["dloss"], a["logits"], a["dlogits"])
+                losses.router_z_loss_backward(a["dloss"], a["logits"], a["dlogits"])
 
 
 for _operation in OPERATIONS:

@@ -12,7 +12,6 @@ import torch
 
 from isograd import faults
 from isograd.fenv import default_environment
-from isograd.reduction import cuda as reduction
 from isograd.router import triton_kernels, triton_moe
 from isograd.triton_launcher import Launcher, Specification, architecture, kept, power_of_two
 
@@ -49,12 +48,12 @@ def tile(n: int, itemsize: int, least: int = 1) -> Tile:
     return Tile(block, 1, 16, 16 // itemsize, block // 512)
 
 
-def _matrix(x: torch.Tensor) -> torch.Tensor:
+def matrix(x: torch.Tensor) -> torch.Tensor:
     """A tensor with its leading dimensions as one."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-class _Result:
+class Result:
     """An output as a matrix: a view of it or, where its strides allow none, a new one that `done` copies back."""
 
     def __init__(self, out: torch.Tensor) -> None:
@@ -67,16 +66,18 @@ class _Result:
         self._viewed = self.matrix.data_ptr() == out.data_ptr()
 
     def done(self) -> None:
+        """Copy the results where they belong."""
         if not self._viewed:
             self._out.copy_(self.matrix.view(self._out.shape))
 
 
-def _native(x: torch.Tensor) -> bool:
+def native_pairs(x: torch.Tensor) -> bool:
     """Whether the packed conversions of NVIDIA's kernels apply: they want pairs of neighbours."""
     return architecture(x) >= 90 and x.shape[1] > 1
 
 
-def _programs(count: int, size: int) -> int:
+def programs_of(count: int, size: int) -> int:
+    """Programs of `size` that cover a count."""
     return -(-count // size)
 
 
@@ -128,7 +129,7 @@ def _exact(dtype: torch.dtype, low: int) -> bool:
 def _router(p: _Router) -> Launcher:
     t = p.config.tile
     fixed = (p.renormalize, *p.scale, *t.fixed, p.native)
-    programs = _programs(p.tokens, t.rows)
+    programs = programs_of(p.tokens, t.rows)
     if p.config.separated:
         low = t.block.bit_length() - 1
         tail = (p.tokens, p.n, *p.strides, p.k, power_of_two(p.k), low, _exact(p.dtype, low), *fixed)
@@ -154,7 +155,7 @@ def moe_router(
     """Fill weights and experts; `config` overrides the rule."""
     if weights.numel() == 0:
         return
-    x, w, i = _matrix(logits), _Result(weights), _Result(experts)
+    x, w, i = matrix(logits), Result(weights), Result(experts)
     n, k = x.shape[1], weights.shape[-1]
     if config is None:
         config = router_configuration(n, k, x.element_size(), softmax and bias is None and groups == 1)
@@ -171,7 +172,7 @@ def moe_router(
         bias is not None,
         renormalize,
         _scale(scale, weights.dtype),
-        _native(x),
+        native_pairs(x),
         config,
     )
     launcher = _router(problem)
@@ -203,7 +204,7 @@ def _router_backward(p: _Backward) -> Launcher:
     lanes = max(power_of_two(p.k), p.tile.block // p.tile.group)
     flags = (lanes, p.softmax, p.renormalize, *p.scale, *p.tile.fixed, p.native)
     tail = (p.tokens, p.n, p.k, p.code, *p.strides, *flags)
-    specification = Specification(tail, _programs(p.tokens, p.tile.rows), p.tile.warps)
+    specification = Specification(tail, programs_of(p.tokens, p.tile.rows), p.tile.warps)
     return Launcher(triton_kernels.router_backward, specification)
 
 
@@ -221,7 +222,7 @@ def moe_router_backward(
     """Fill dlogits, which may be the logits; `config` overrides the rule."""
     if dlogits.numel() == 0:
         return
-    g, x, i, out = _matrix(dweights), _matrix(logits), _matrix(experts), _Result(dlogits)
+    g, x, i, out = matrix(dweights), matrix(logits), matrix(experts), Result(dlogits)
     problem = _Backward(
         len(x),
         x.shape[1],
@@ -232,7 +233,7 @@ def moe_router_backward(
         softmax,
         renormalize,
         _scale(scale, dweights.dtype),
-        _native(x),
+        native_pairs(x),
         tile(x.shape[1], x.element_size()) if config is None else config,
     )
     _router_backward(problem)(g, x, i, out.matrix, faults.flag(x.device))
@@ -245,24 +246,24 @@ def moe_router_backward(
 def _top_k(tokens: int, n: int, k: int, strides: tuple[int, ...], dtype: torch.dtype, native: bool) -> Launcher:
     t = tile(n, dtype.itemsize)
     tail = (tokens, n, k, *strides, power_of_two(k), *t.fixed, native)
-    return Launcher(triton_kernels.top_k_tile, Specification(tail, _programs(tokens, t.rows), t.warps))
+    return Launcher(triton_kernels.top_k_tile, Specification(tail, programs_of(tokens, t.rows), t.warps))
 
 
 @kept
 def _descending_keys(count: int, dtype: torch.dtype) -> Launcher:
-    return Launcher(triton_kernels.descending_keys, Specification((count, 1024), _programs(count, 1024)))
+    return Launcher(triton_kernels.descending_keys, Specification((count, 1024), programs_of(count, 1024)))
 
 
 def top_k(x: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, axis: int) -> None:
     """Fill values and indices; long rows and many elements of one go by way of a stable sort."""
     if values.numel() == 0:
         return
-    rows = _matrix(x.movedim(axis, -1))
-    v, i = _Result(values.movedim(axis, -1)), _Result(indices.movedim(axis, -1))
+    rows = matrix(x.movedim(axis, -1))
+    v, i = Result(values.movedim(axis, -1)), Result(indices.movedim(axis, -1))
     n, k = rows.shape[1], values.shape[axis]
     if power_of_two(n) <= _TILE and k <= _FAST_K:
         strides = (*rows.stride(), *v.matrix.stride(), *i.matrix.stride())
-        _top_k(len(rows), n, k, strides, x.dtype, _native(rows))(rows, v.matrix, i.matrix)
+        _top_k(len(rows), n, k, strides, x.dtype, native_pairs(rows))(rows, v.matrix, i.matrix)
     else:
         rows = rows.contiguous()
         keys = torch.empty(rows.shape, dtype=torch.int64 if x.dtype == torch.float64 else torch.int32, device=x.device)
@@ -282,15 +283,15 @@ def _renormalize(tokens: int, n: int, strides: tuple[int, ...], dtype: torch.dty
     rows = max(min(1024 // block, 128), 1)
     warps = min(max(block * rows // 256, 1), 16)
     tail = (tokens, n, *strides, backward, block, rows)
-    return Launcher(triton_kernels.renormalize_tile, Specification(tail, _programs(tokens, rows), warps))
+    return Launcher(triton_kernels.renormalize_tile, Specification(tail, programs_of(tokens, rows), warps))
 
 
 def renormalize(w: torch.Tensor, out: torch.Tensor, axis: int, dt: torch.Tensor | None = None) -> None:
     """Fill out, which may be w or dt, with the renormalized w or, where dt is given, the gradient."""
     if out.numel() == 0:
         return
-    rows, result = _matrix(w.movedim(axis, -1)), _Result(out.movedim(axis, -1))
-    g = rows if dt is None else _matrix(dt.movedim(axis, -1))
+    rows, result = matrix(w.movedim(axis, -1)), Result(out.movedim(axis, -1))
+    g = rows if dt is None else matrix(dt.movedim(axis, -1))
     strides = (*g.stride(), *rows.stride(), *result.matrix.stride())
     _renormalize(len(rows), rows.shape[1], strides, w.dtype, dt is not None)(g, rows, result.matrix)
     result.done()
@@ -302,12 +303,12 @@ _BLOCK = 128  # entries of a block of the counting sort
 
 @kept
 def _rank(count: int, bound: int, code: int, dtype: torch.dtype) -> Launcher:
-    return Launcher(triton_moe.rank_entries, Specification((count, bound, code, _BLOCK), _programs(count, _BLOCK), 8))
+    return Launcher(triton_moe.rank_entries, Specification((count, bound, code, _BLOCK), programs_of(count, _BLOCK), 8))
 
 
 @kept
 def _scan_blocks(blocks: int, bins: int) -> Launcher:
-    return Launcher(triton_moe.scan_blocks, Specification((blocks, bins, 128, 16), _programs(bins, 16)))
+    return Launcher(triton_moe.scan_blocks, Specification((blocks, bins, 128, 16), programs_of(bins, 16)))
 
 
 @kept
@@ -317,7 +318,7 @@ def _scan_experts(bins: int, stride: int) -> Launcher:
 
 @kept
 def _place(count: int, bound: int, stride: int, dtype: torch.dtype) -> Launcher:
-    return Launcher(triton_moe.place_entries, Specification((count, bound, stride, _BLOCK), _programs(count, _BLOCK)))
+    return Launcher(triton_moe.place_entries, Specification((count, bound, stride, _BLOCK), programs_of(count, _BLOCK)))
 
 
 class _Counted(NamedTuple):
@@ -327,9 +328,10 @@ class _Counted(NamedTuple):
     totals: torch.Tensor  # [bound + 1] int64, the last of them entries out of range
 
 
-def _count(operation: str, experts: torch.Tensor, bound: int) -> _Counted:
+def count_entries(operation: str, experts: torch.Tensor, bound: int) -> _Counted:
+    """The rank of every entry among those of its expert, and how many each expert has."""
     flat, device, count = experts.reshape(-1).contiguous(), experts.device, experts.numel()
-    blocks = max(_programs(count, _BLOCK), 1)
+    blocks = max(programs_of(count, _BLOCK), 1)
     ranks = torch.empty(count, dtype=torch.int32, device=device)
     counts = torch.zeros(blocks, bound + 1, dtype=torch.int32, device=device)
     totals = torch.empty(bound + 1, dtype=torch.int64, device=device)
@@ -342,14 +344,14 @@ def _count(operation: str, experts: torch.Tensor, bound: int) -> _Counted:
 
 def expert_counts(experts: torch.Tensor, counts: torch.Tensor) -> None:
     """Fill counts."""
-    counts.copy_(_count("expert_counts", experts, counts.numel()).totals[:-1])
+    counts.copy_(count_entries("expert_counts", experts, counts.numel()).totals[:-1])
     faults.after_launch(experts.device)
 
 
 def expert_permutation(experts: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> None:
     """Fill order and offsets; entries out of range come last."""
     bound = offsets.numel() - 1
-    counted = _count("expert_permutation", experts, bound)
+    counted = count_entries("expert_permutation", experts, bound)
     starts = torch.empty(bound + 1, dtype=torch.int64, device=experts.device)
     _scan_experts(bound + 1, offsets.stride(0))(counted.totals, starts, offsets)
     if order.numel():
@@ -363,7 +365,7 @@ def _permute(count: int, k: int, width: int, code: int, strides: tuple[int, ...]
     block = min(power_of_two(width), 2048 // dtype.itemsize * 2)
     rows = max(1024 // block, 1)
     tail = (count, k, width, code, *strides, rows, block)
-    return Launcher(triton_moe.permute_rows, Specification(tail, _programs(count, rows) * _programs(width, block)))
+    return Launcher(triton_moe.permute_rows, Specification(tail, programs_of(count, rows) * programs_of(width, block)))
 
 
 def moe_permute(x: torch.Tensor, order: torch.Tensor, y: torch.Tensor, k: int) -> None:
@@ -377,7 +379,7 @@ def moe_permute(x: torch.Tensor, order: torch.Tensor, y: torch.Tensor, k: int) -
 
 @kept
 def _invert(count: int, code: int, stride: int) -> Launcher:
-    return Launcher(triton_moe.invert_order, Specification((count, code, stride, 256), _programs(count, 256)))
+    return Launcher(triton_moe.invert_order, Specification((count, code, stride, 256), programs_of(count, 256)))
 
 
 def _inverse(operation: str, order: torch.Tensor) -> torch.Tensor:
@@ -392,7 +394,7 @@ def _combine(tokens: int, k: int, width: int, strides: tuple[int, ...], dtype: t
     kb = min(power_of_two(k), 16)
     block = min(power_of_two(width), max((2048 if dtype.itemsize == 8 else 4096) // kb, 1))
     tail = (k, width, *strides, kb, block, k <= kb, weighted)
-    return Launcher(triton_moe.combine_rows, Specification(tail, tokens * _programs(width, block)))
+    return Launcher(triton_moe.combine_rows, Specification(tail, tokens * programs_of(width, block)))
 
 
 def moe_combine(
@@ -432,71 +434,3 @@ def moe_combine_backward(
     launcher = _combine_backward(order.numel(), weights.shape[1], dy.shape[1], strides, expert_out.dtype)
     launcher(dy, expert_out, weights, positions, d_expert_out, dweights)
     faults.after_launch(dy.device)
-
-
-# --- auxiliary losses ------------------------------------------------------------------------------------------------
-@kept
-def _balance(n: int, entries: int, dtype: torch.dtype) -> Launcher:
-    return Launcher(triton_moe.balance, Specification((n, entries, power_of_two(n)), 1))
-
-
-def load_balancing_loss(probabilities: torch.Tensor, experts: torch.Tensor, loss: torch.Tensor) -> None:
-    """Fill the loss."""
-    n = probabilities.shape[-1]
-    totals = _count("load_balancing_loss", experts, n).totals
-    means = reduction.mean(_matrix(probabilities).to(loss.dtype), 0)
-    _balance(n, experts.numel(), loss.dtype)(totals, means, loss)
-    faults.after_launch(loss.device)
-
-
-@kept
-def _balance_backward(
-    tokens: int, n: int, entries: int, strides: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
-) -> Launcher:
-    block = min(power_of_two(n), 1024)
-    rows = max(4096 // block, 1)
-    tail = (tokens, n, entries, *strides, rows, block)
-    specification = Specification(tail, _programs(tokens, rows) * _programs(n, block))
-    return Launcher(triton_moe.balance_backward, specification)
-
-
-def load_balancing_loss_backward(dloss: torch.Tensor, experts: torch.Tensor, dprobabilities: torch.Tensor) -> None:
-    """Fill dprobabilities."""
-    n = dprobabilities.shape[-1]
-    totals = _count("load_balancing_loss_backward", experts, n).totals
-    if dprobabilities.numel():
-        out = _Result(dprobabilities)
-        key = (len(out.matrix), n, experts.numel(), out.matrix.stride(), (dloss.dtype, out.matrix.dtype))
-        _balance_backward(*key)(totals, dloss, out.matrix)
-        out.done()
-    faults.after_launch(dloss.device)
-
-
-@kept
-def _z_loss(
-    tokens: int, n: int, strides: tuple[int, ...], dtype: torch.dtype, backward: bool, native: bool
-) -> Launcher:
-    t = tile(n, dtype.itemsize)
-    tail = (tokens, n, *strides, backward, *t.fixed, native)
-    return Launcher(triton_moe.z_loss_rows, Specification(tail, _programs(tokens, t.rows), t.warps))
-
-
-def router_z_loss(logits: torch.Tensor, loss: torch.Tensor) -> None:
-    """Fill the loss."""
-    x = _matrix(logits)
-    squares = torch.empty(len(x), dtype=loss.dtype, device=x.device)
-    if len(x):
-        launcher = _z_loss(len(x), x.shape[1], (*x.stride(), 1, 1), x.dtype, False, _native(x))
-        launcher(x, squares, squares)
-    loss.copy_(reduction.mean(squares))
-
-
-def router_z_loss_backward(dloss: torch.Tensor, logits: torch.Tensor, dlogits: torch.Tensor) -> None:
-    """Fill dlogits, which may be the logits."""
-    if dlogits.numel() == 0:
-        return
-    x, out = _matrix(logits), _Result(dlogits)
-    strides = (*x.stride(), *out.matrix.stride())
-    launcher = _z_loss(len(x), x.shape[1], strides, x.dtype, True, _native(x))
-    launcher(x, dloss, out.matrix)
-    out.done()
