@@ -199,7 +199,8 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
 # --- tiles -----------------------------------------------------------------------------------------------------------
 def forward_candidates(head_dim: int) -> list[tiles.Tile]:
     shapes = [(128, 128, 8), (128, 64, 8), (128, 64, 4), (64, 128, 4), (64, 64, 4), (128, 128, 4)]
-    return [tiles.Tile(*shape, stages) for shape in shapes for stages in (2, 3, 4) if fits(head_dim, *shape, stages, 1)]
+    each = [(*shape, stages) for shape in shapes for stages in (2, 3, 4) if fits(head_dim, *shape, stages, 1)]
+    return [tiles.Tile(*tile, overlap) for tile in each for overlap in (False, True)]
 
 
 def key_candidates(head_dim: int) -> list[tiles.Tile]:

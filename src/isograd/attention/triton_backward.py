@@ -59,6 +59,7 @@ def _key_steps(
         lse = tl.load(row_ptr + rows_here, mask=inside, other=float("inf"))
         delta = tl.load(row_ptr + rows + rows_here, mask=inside, other=0.0)
         q = q_rows.load([row, 0])
+        do = do_rows.load([row, 0])
         st = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         q_segment = i
         if SEGMENTS:
@@ -71,7 +72,6 @@ def _key_steps(
             p = tl.exp2(tl.fma(s, a, -lse[None, :]))
         else:
             p = tl.exp2(s - lse[None, :])
-        do = do_rows.load([row, 0])
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         dropped = p
         if DROPOUT:
@@ -206,6 +206,7 @@ def _query_steps(
         column = n * BN
         j = (column + tl.arange(0, BN))[None, :]
         k = k_rows.load([column, 0])
+        v = v_rows.load([column, 0])
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         k_segment = j
         if SEGMENTS:
@@ -218,7 +219,6 @@ def _query_steps(
             p = tl.exp2(tl.fma(s, a, -lse[:, None]))
         else:
             p = tl.exp2(s - lse[:, None])
-        v = v_rows.load([column, 0])
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         if DROPOUT:
             keep = masks.kept(first, column, number, seed_low, seed_high, threshold, BM, BN)

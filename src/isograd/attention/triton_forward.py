@@ -21,15 +21,21 @@ def _steps(
     mask_strides, q_segment, k_segments_ptr, number, seed_low, seed_high, threshold,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, DIRECT: tl.constexpr, BIAS: tl.constexpr,
     MASK: tl.constexpr, SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, PARTIAL: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Go over tiles of keys; PARTIAL: some of their pairs are hidden by their positions."""
     i = (first + tl.arange(0, BM))[:, None]
+    if OVERLAP:
+        qk_next = tl.dot(q, tl.trans(k_rows.load([begin * BN, 0])), input_precision=PRECISION)
     for n in tl.range(begin, end, num_stages=STAGES):
         column = n * BN
         j = (column + tl.arange(0, BN))[None, :]
-        k = k_rows.load([column, 0])
-        qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if OVERLAP:
+            # The product that the next step needs runs while this one takes the exponentials.
+            qk = qk_next
+            qk_next = tl.dot(q, tl.trans(k_rows.load([column + BN, 0])), input_precision=PRECISION)
+        else:
+            qk = tl.dot(q, tl.trans(k_rows.load([column, 0])), input_precision=PRECISION)
         k_segment = j
         if SEGMENTS:
             k_segment = tl.load(k_segments_ptr + j, mask=j < lk, other=0)
@@ -68,7 +74,7 @@ def attention_forward(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, LOWER_RIGHT: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, DIRECT: tl.constexpr, BIAS: tl.constexpr,
     MASK: tl.constexpr, SEGMENTS: tl.constexpr, PACKED: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of o and lse. Strides are (batch, head, row); those of bias and mask (batch, head, query, key).
 
@@ -114,17 +120,17 @@ def attention_forward(
         acc, total, m = _steps(
             acc, total, m, q, k_rows, v_rows, first, begin, full, lq, lk, left, right, a, b, bias_base, bias_strides,
             mask_base, mask_strides, q_segment, k_segments_ptr + zb * lk, number, seed_low, seed_high, threshold,
-            LEFT, RIGHT, SOFTCAP, DIRECT, BIAS, MASK, SEGMENTS, DROPOUT, True, BM, BN, STAGES, PRECISION,
+            LEFT, RIGHT, SOFTCAP, DIRECT, BIAS, MASK, SEGMENTS, DROPOUT, True, BM, BN, STAGES, OVERLAP, PRECISION,
         )  # fmt: skip
     acc, total, m = _steps(
         acc, total, m, q, k_rows, v_rows, first, full, full_end, lq, lk, left, right, a, b, bias_base, bias_strides,
         mask_base, mask_strides, q_segment, k_segments_ptr + zb * lk, number, seed_low, seed_high, threshold,
-        LEFT, RIGHT, SOFTCAP, DIRECT, BIAS, MASK, SEGMENTS, DROPOUT, False, BM, BN, STAGES, PRECISION,
+        LEFT, RIGHT, SOFTCAP, DIRECT, BIAS, MASK, SEGMENTS, DROPOUT, False, BM, BN, STAGES, OVERLAP, PRECISION,
     )  # fmt: skip
     acc, total, m = _steps(
         acc, total, m, q, k_rows, v_rows, first, full_end, end, lq, lk, left, right, a, b, bias_base, bias_strides,
         mask_base, mask_strides, q_segment, k_segments_ptr + zb * lk, number, seed_low, seed_high, threshold,
-        LEFT, RIGHT, SOFTCAP, DIRECT, BIAS, MASK, SEGMENTS, DROPOUT, True, BM, BN, STAGES, PRECISION,
+        LEFT, RIGHT, SOFTCAP, DIRECT, BIAS, MASK, SEGMENTS, DROPOUT, True, BM, BN, STAGES, OVERLAP, PRECISION,
     )  # fmt: skip
 
     if SINKS:

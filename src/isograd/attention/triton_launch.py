@@ -184,7 +184,7 @@ def _forward(p: _Problem, strides: tuple[Strides, ...], dtypes: tuple[torch.dtyp
     per_head = p.programs_of(p.lq, tile.queries)
     shape = (per_head, p.batch, p.heads, p.groups, p.lq, p.lk, p.sequences or 0, p.together(p.lk, p.heads))
     flags = (*p.sides, p.options.softcap > 0, p.direct, p.bias, p.mask, p.segments, p.sequences is not None, p.sinks)
-    fixed = (*p.widths, *flags, p.options.dropout_p > 0, tile.queries, tile.keys, tile.stages, p.precision)
+    fixed = (*p.widths, *flags, p.options.dropout_p > 0, *tile[:2], tile.stages, tile.overlap, p.precision)
     tail = (*shape, *strides, *p.numbers, *fixed)
     programs = per_head * p.heads * p.batch
     specification = Specification(tail, programs, tile.warps, tile.stages, tile.registers)
@@ -257,7 +257,7 @@ def _over_keys(
     shape = (per_head, p.batch, p.heads, p.groups, p.lq, p.lk, p.sequences or 0, p.together(p.lq, heads))
     flags = (*p.sides, p.options.softcap > 0, p.direct, p.bias, p.mask, p.segments, p.sequences is not None)
     native = p.architecture >= 80
-    last = (fixed, native, tile.queries, tile.keys, tile.stages, p.precision)
+    last = (fixed, native, *tile[:2], tile.stages, p.precision)
     tail = (*shape, *strides, *p.numbers, p.scale, *p.widths, *flags, p.options.dropout_p > 0, *last)
     programs = per_head * heads * p.batch
     specification = Specification(tail, programs, tile.warps, tile.stages, tile.registers)
@@ -271,7 +271,7 @@ def _over_queries(
     per_head = p.programs_of(p.lq, tile.queries)
     shape = (per_head, p.batch, p.heads, p.groups, p.lq, p.lk, p.sequences or 0, p.together(p.lk, p.heads))
     flags = (*p.sides, p.options.softcap > 0, p.direct, p.bias, p.mask, p.segments, p.sequences is not None)
-    last = (p.options.dropout_p > 0, tile.queries, tile.keys, tile.stages, p.precision)
+    last = (p.options.dropout_p > 0, *tile[:2], tile.stages, p.precision)
     tail = (*shape, *strides, *p.numbers, p.scale, *p.widths, *flags, *last)
     specification = Specification(tail, per_head * p.heads * p.batch, tile.warps, tile.stages, tile.registers)
     return Launcher(triton_backward.attention_backward_queries, specification)

@@ -9,12 +9,17 @@ from isograd.triton_launcher import power_of_two
 
 
 class Tile(NamedTuple):
-    """Queries and keys of a tile, warps and stages of the pipeline, and most registers a thread (None: any number)."""
+    """Queries and keys of a tile, warps and stages of the pipeline.
+
+    overlap: whether the forward pass starts the next scores before it has finished with those that are there, which
+    costs registers. registers: most of them a thread, None for any number.
+    """
 
     queries: int
     keys: int
     warps: int
     stages: int
+    overlap: bool = False
     registers: int | None = None
 
 
