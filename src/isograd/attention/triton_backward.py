@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 
 from isograd.attention import triton_masks as masks
+from isograd.attention.triton_rows import exponent_above, load_row_values
 from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
 
@@ -47,7 +48,7 @@ def _key_steps(
     threshold, inverse,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, DIRECT: tl.constexpr, BIAS: tl.constexpr,
     MASK: tl.constexpr, SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, PARTIAL: tl.constexpr, FIXED: tl.constexpr,
-    NATIVE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    NATIVE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Go over tiles of queries. The tiles of S and dP are transposed: P^T and dS^T are then used as they are."""
     j = (first + tl.arange(0, BN))[:, None]
@@ -56,8 +57,7 @@ def _key_steps(
         rows_here = row + tl.arange(0, BM)
         i = rows_here[None, :]
         inside = rows_here < lq
-        lse = tl.load(row_ptr + rows_here, mask=inside, other=float("inf"))
-        delta = tl.load(row_ptr + rows + rows_here, mask=inside, other=0.0)
+        lse, rest, delta = load_row_values(row_ptr + rows_here, rows, inside, EXACT)
         q = q_rows.load([row, 0])
         do = do_rows.load([row, 0])
         st = tl.dot(k, tl.trans(q), input_precision=PRECISION)
@@ -68,10 +68,7 @@ def _key_steps(
             st, i, j, lq, lk, left, right, a, b, bias_base, bias_strides, mask_base, mask_strides, q_segment,
             k_segment, LEFT, RIGHT, SOFTCAP, DIRECT, BIAS, MASK, SEGMENTS, PARTIAL,
         )  # fmt: skip
-        if DIRECT:
-            p = tl.exp2(tl.fma(s, a, -lse[None, :]))
-        else:
-            p = tl.exp2(s - lse[None, :])
+        p = masks.probabilities(s, a, lse[None, :], rest[None, :], DIRECT, EXACT)
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         dropped = p
         if DROPOUT:
@@ -101,7 +98,7 @@ def attention_backward_keys(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, LOWER_RIGHT: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, DIRECT: tl.constexpr, BIAS: tl.constexpr,
     MASK: tl.constexpr, SEGMENTS: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, FIXED: tl.constexpr,
-    NATIVE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    NATIVE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of dk and dv; with FIXED also the integers of dq. `rows_ptr`: [3, B, H, L] of `attention_rows`.
 
@@ -162,20 +159,20 @@ def attention_backward_keys(
             dk, dv, k, v, q_rows, do_rows, fixed_rows, rows_ptr + row_at, rows, first, begin, full, lq, lk, left,
             right, a, b, bias_base, bias_strides, mask_base, mask_strides, q_segments, k_segment, column_factor,
             number, seed_low, seed_high, threshold, inverse, LEFT, RIGHT, SOFTCAP, DIRECT, BIAS, MASK, SEGMENTS,
-            DROPOUT, True, FIXED, NATIVE, BM, BN, STAGES, PRECISION,
+            DROPOUT, True, FIXED, NATIVE, BM, BN, STAGES, EXACT, PRECISION,
         )  # fmt: skip
         dk, dv = _key_steps(
             dk, dv, k, v, q_rows, do_rows, fixed_rows, rows_ptr + row_at, rows, first, full, full_end, lq, lk, left,
             right, a, b, bias_base, bias_strides, mask_base, mask_strides, q_segments, k_segment, column_factor,
             number, seed_low, seed_high, threshold, inverse, LEFT, RIGHT, SOFTCAP, DIRECT, BIAS, MASK, SEGMENTS,
-            DROPOUT, False, FIXED, NATIVE, BM, BN, STAGES, PRECISION,
+            DROPOUT, False, FIXED, NATIVE, BM, BN, STAGES, EXACT, PRECISION,
         )  # fmt: skip
         if LEFT:
             dk, dv = _key_steps(
                 dk, dv, k, v, q_rows, do_rows, fixed_rows, rows_ptr + row_at, rows, first, full_end, end, lq, lk, left,
                 right, a, b, bias_base, bias_strides, mask_base, mask_strides, q_segments, k_segment, column_factor,
                 number, seed_low, seed_high, threshold, inverse, LEFT, RIGHT, SOFTCAP, DIRECT, BIAS, MASK, SEGMENTS,
-                DROPOUT, True, FIXED, NATIVE, BM, BN, STAGES, PRECISION,
+                DROPOUT, True, FIXED, NATIVE, BM, BN, STAGES, EXACT, PRECISION,
             )  # fmt: skip
 
     dk_at = zb * dk_strides[0] + hk * dk_strides[1] + k_first.to(tl.int64) * dk_strides[2]
@@ -187,19 +184,12 @@ def attention_backward_keys(
 
 
 @triton.jit
-def exponent_above(bits, least: tl.constexpr):
-    """The least e >= `least` with 2**e >= the magnitude whose bits these are; at most 126."""
-    e = ((bits + 0x7FFFFF) >> 23) - 127
-    return tl.minimum(tl.maximum(e, least), 126)
-
-
-@triton.jit
 def _query_steps(
-    dq, q, do, k_rows, v_rows, lse, delta, first, begin, end, lq, lk, left, right, a, b, bias_base, bias_strides,
+    dq, q, do, k_rows, v_rows, lse, rest, delta, first, begin, end, lq, lk, left, right, a, b, bias_base, bias_strides,
     mask_base, mask_strides, q_segment, k_segments_ptr, number, seed_low, seed_high, threshold, inverse,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, DIRECT: tl.constexpr, BIAS: tl.constexpr,
     MASK: tl.constexpr, SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, PARTIAL: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     i = (first + tl.arange(0, BM))[:, None]
     for n in tl.range(begin, end, num_stages=STAGES):
@@ -215,10 +205,7 @@ def _query_steps(
             qk, i, j, lq, lk, left, right, a, b, bias_base, bias_strides, mask_base, mask_strides, q_segment,
             k_segment, LEFT, RIGHT, SOFTCAP, DIRECT, BIAS, MASK, SEGMENTS, PARTIAL,
         )  # fmt: skip
-        if DIRECT:
-            p = tl.exp2(tl.fma(s, a, -lse[:, None]))
-        else:
-            p = tl.exp2(s - lse[:, None])
+        p = masks.probabilities(s, a, lse[:, None], rest[:, None], DIRECT, EXACT)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         if DROPOUT:
             keep = masks.kept(first, column, number, seed_low, seed_high, threshold, BM, BN)
@@ -239,7 +226,7 @@ def attention_backward_queries(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, LOWER_RIGHT: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, DIRECT: tl.constexpr, BIAS: tl.constexpr,
     MASK: tl.constexpr, SEGMENTS: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of dq, by computing S and dP once more. Arguments as in `attention_backward_keys`."""
     tile, h, z = masks.place(tiles, heads, batch, together, RIGHT)
@@ -268,8 +255,8 @@ def attention_backward_queries(
     v_rows = masks.tile_rows(v_ptr, v_at, lk, v_strides[2], DV, BN, BDV)
     i = first + tl.arange(0, BM)
     row_ptr = rows_ptr + (zb * heads + hq) * q_tokens + q_first
-    lse = tl.load(row_ptr + i, mask=i < lq, other=float("inf"))
-    delta = tl.load(row_ptr + (zb * 0 + batch) * heads * q_tokens + i, mask=i < lq, other=0.0)
+    rows = (zb * 0 + batch) * heads * q_tokens
+    lse, rest, delta = load_row_values(row_ptr + i, rows, i < lq, EXACT)
     bias_base = bias_ptr + zb * bias_strides[0] + hq * bias_strides[1]
     mask_base = mask_ptr + zb * mask_strides[0] + hq * mask_strides[1]
     q_segment = i[:, None]
@@ -282,19 +269,19 @@ def attention_backward_queries(
     begin, full, full_end, end = masks.other_tiles(first, lk, left, right, BM, BN, LEFT, RIGHT)
     if LEFT:
         dq = _query_steps(
-            dq, q, do, k_rows, v_rows, lse, delta, first, begin, full, lq, lk, left, right, a, b, bias_base,
+            dq, q, do, k_rows, v_rows, lse, rest, delta, first, begin, full, lq, lk, left, right, a, b, bias_base,
             bias_strides, mask_base, mask_strides, q_segment, k_segments, number, seed_low, seed_high, threshold,
-            inverse, LEFT, RIGHT, SOFTCAP, DIRECT, BIAS, MASK, SEGMENTS, DROPOUT, True, BM, BN, STAGES, PRECISION,
+            inverse, LEFT, RIGHT, SOFTCAP, DIRECT, BIAS, MASK, SEGMENTS, DROPOUT, True, BM, BN, STAGES, EXACT, PRECISION,
         )  # fmt: skip
     dq = _query_steps(
-        dq, q, do, k_rows, v_rows, lse, delta, first, full, full_end, lq, lk, left, right, a, b, bias_base,
+        dq, q, do, k_rows, v_rows, lse, rest, delta, first, full, full_end, lq, lk, left, right, a, b, bias_base,
         bias_strides, mask_base, mask_strides, q_segment, k_segments, number, seed_low, seed_high, threshold,
-        inverse, LEFT, RIGHT, SOFTCAP, DIRECT, BIAS, MASK, SEGMENTS, DROPOUT, False, BM, BN, STAGES, PRECISION,
+        inverse, LEFT, RIGHT, SOFTCAP, DIRECT, BIAS, MASK, SEGMENTS, DROPOUT, False, BM, BN, STAGES, EXACT, PRECISION,
     )  # fmt: skip
     dq = _query_steps(
-        dq, q, do, k_rows, v_rows, lse, delta, first, full_end, end, lq, lk, left, right, a, b, bias_base,
+        dq, q, do, k_rows, v_rows, lse, rest, delta, first, full_end, end, lq, lk, left, right, a, b, bias_base,
         bias_strides, mask_base, mask_strides, q_segment, k_segments, number, seed_low, seed_high, threshold,
-        inverse, LEFT, RIGHT, SOFTCAP, DIRECT, BIAS, MASK, SEGMENTS, DROPOUT, True, BM, BN, STAGES, PRECISION,
+        inverse, LEFT, RIGHT, SOFTCAP, DIRECT, BIAS, MASK, SEGMENTS, DROPOUT, True, BM, BN, STAGES, EXACT, PRECISION,
     )  # fmt: skip
     dq_at = zb * dq_strides[0] + hq * dq_strides[1] + q_first.to(tl.int64) * dq_strides[2]
     dq_rows = masks.tile_rows(dq_ptr, dq_at, lq, dq_strides[2], D, BM, BD)

@@ -135,13 +135,17 @@ def attention_forward(
 
     if SINKS:
         sink = tl.load(sinks_ptr + h).to(tl.float32) * masks.LOG2E
+        if PACKED:
+            sink = tl.where(z < sequences, sink, float("-inf"))
         top = tl.maximum(m, sink)
         base = tl.where(top == float("-inf"), 0.0, top)
         alpha = tl.exp2(m - base)
         total = tl.fma(total, alpha, tl.exp2(sink - base))
         acc = acc * alpha[:, None]
         m = top
-    lse = (m + tl.log2(total)) * masks.LN2
+    high, low = ops.two_sum(m, tl.log2(total))
+    lse = tl.fma(high, masks.LN2, tl.fma(high, masks.LN2_LOW, low * masks.LN2))
+    lse = tl.where(tl.abs(high) < float("inf"), lse, high)
     tl.store(lse_ptr + (zb * heads + hq) * tokens + q_first + i, ops.narrow(lse, tl.float32, False), mask=i < lq)
     factor = tl.where(total == 0.0, 0.0, inverse / total)
     o_rows = masks.tile_rows(o_ptr, o_at, lq, o_strides[2], DV, BM, BDV)

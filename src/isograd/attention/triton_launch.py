@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from isograd.attention import triton_backward, triton_forward, triton_rows
+from isograd import faults
+from isograd.attention import triton_backward, triton_forward, triton_gradients, triton_rows
 from isograd.attention import triton_tiles as tiles
 from isograd.attention.descriptors import AttentionDeltaDescriptor, AttentionDescriptor
 from isograd.attention.options import AttentionOptions
+from isograd.reduction import cuda as reduction
 from isograd.triton_launcher import Launcher, Specification, architecture, kept
 
 Strides = tuple[int, ...]
@@ -67,6 +69,11 @@ class _Problem(NamedTuple):
     def scale(self) -> float:
         """The factor of dq and dk."""
         return float(self.options.scale or 0.0)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the backward pass takes lse in two parts: its rounding would be the largest error of P."""
+        return self.dtype == torch.float32
 
     @property
     def precision(self) -> str:
@@ -178,6 +185,19 @@ def _seed(options: AttentionOptions) -> tuple[int, int]:
     return low - ((low & 1 << 31) << 1), high - ((high & 1 << 31) << 1)
 
 
+@kept
+def _starts(sequences: int, tokens: int, code: int) -> Launcher:
+    return Launcher(triton_gradients.check_starts, Specification((sequences, tokens, code, 1024), 1))
+
+
+def _check(p: _Problem, operation: str, x: _Extras) -> None:
+    """Note starts of sequences that are not in order."""
+    if p.sequences is not None:
+        for name, starts, tokens in (("cu_seqlens_q", x.q_starts, p.lq), ("cu_seqlens_k", x.k_starts, p.lk)):
+            code = faults.code(operation, name, False)
+            _starts(p.sequences, tokens, code)(starts, faults.flag(starts.device))
+
+
 # --- the forward pass ------------------------------------------------------------------------------------------------
 @kept
 def _forward(p: _Problem, strides: tuple[Strides, ...], dtypes: tuple[torch.dtype, ...], tile: tiles.Tile) -> Launcher:
@@ -202,10 +222,12 @@ def forward(d: AttentionDescriptor, a: Arguments, config: tiles.Tile | None = No
     tile = config or tiles.forward(p.head_dim, p.v_dim, p.dtype.itemsize, p.architecture)
     strides = (*(_strides(t) for t in (q, k, v, o)), x.bias_strides, x.mask_strides)
     launcher = _forward(p, strides, (x.bias.dtype, sinks.dtype), tile)
+    _check(p, d.operation, x)
     launcher(q, k, v, o, lse, *x[:6], sinks, numbers=_seed(d.options))
     outputs.done()
     if lse is not a["lse"]:
         a["lse"].copy_(lse)
+    faults.after_launch(q.device)
 
 
 # --- delta -----------------------------------------------------------------------------------------------------------
@@ -244,7 +266,7 @@ def _rows(p: _Problem, strides: tuple[Strides, ...], dlse: bool, fixed: bool) ->
     rows = _rows_at_once(v_block)
     per_head = p.programs_of(p.lq, rows)
     shape = (per_head, p.batch, p.heads, p.groups, p.lq, p.sequences or 0)
-    flags = (v_dim, block, v_block, dlse, fixed, p.sequences is not None, rows)
+    flags = (v_dim, block, v_block, dlse, fixed, p.exact, p.sequences is not None, rows)
     tail = (*shape, *strides, float(p.options.dropout_factor), *flags)
     return Launcher(triton_rows.attention_rows, Specification(tail, per_head * p.heads * p.batch))
 
@@ -257,7 +279,7 @@ def _over_keys(
     shape = (per_head, p.batch, p.heads, p.groups, p.lq, p.lk, p.sequences or 0, p.together(p.lq, heads))
     flags = (*p.sides, p.options.softcap > 0, p.direct, p.bias, p.mask, p.segments, p.sequences is not None)
     native = p.architecture >= 80
-    last = (fixed, native, *tile[:2], tile.stages, p.precision)
+    last = (fixed, native, *tile[:2], tile.stages, p.exact, p.precision)
     tail = (*shape, *strides, *p.numbers, p.scale, *p.widths, *flags, p.options.dropout_p > 0, *last)
     programs = per_head * heads * p.batch
     specification = Specification(tail, programs, tile.warps, tile.stages, tile.registers)
@@ -271,7 +293,7 @@ def _over_queries(
     per_head = p.programs_of(p.lq, tile.queries)
     shape = (per_head, p.batch, p.heads, p.groups, p.lq, p.lk, p.sequences or 0, p.together(p.lk, p.heads))
     flags = (*p.sides, p.options.softcap > 0, p.direct, p.bias, p.mask, p.segments, p.sequences is not None)
-    last = (p.options.dropout_p > 0, *tile[:2], tile.stages, p.precision)
+    last = (p.options.dropout_p > 0, *tile[:2], tile.stages, p.exact, p.precision)
     tail = (*shape, *strides, *p.numbers, p.scale, *p.widths, *flags, *last)
     specification = Specification(tail, per_head * p.heads * p.batch, tile.warps, tile.stages, tile.registers)
     return Launcher(triton_backward.attention_backward_queries, specification)
@@ -287,6 +309,26 @@ def _to_float(p: _Problem, strides: Strides) -> Launcher:
     return Launcher(triton_rows.fixed_to_float, Specification(tail, per_head * p.heads * p.batch))
 
 
+@kept
+def _bias(p: _Problem, strides: tuple[Strides, ...], dtypes: tuple[torch.dtype, ...], shape: Strides) -> Launcher:
+    tile = tiles.bias(p.head_dim, p.v_dim, p.dtype.itemsize)
+    over = (p.batch, p.heads, -(-p.lq // tile.queries), -(-p.lk // tile.keys))
+    full = (p.batch, p.heads, p.lq, p.lk)
+    counts = tuple([tiles_ if n != whole else 1 for n, whole, tiles_ in zip(shape, full, over, strict=True)])
+    flags = (*p.sides, p.options.softcap > 0, p.mask, p.segments, p.options.dropout_p > 0, p.exact)
+    summed = (shape[2] != p.lq, shape[3] != p.lk)
+    tail = (counts, p.batch, p.heads, p.groups, p.lq, p.lk, *strides, *p.numbers, *p.widths, *flags, *summed)
+    specification = Specification(
+        (*tail, tile.queries, tile.keys, p.precision), math.prod(over) // math.prod(counts), tile.warps
+    )
+    return Launcher(triton_gradients.attention_backward_bias, specification)
+
+
+@kept
+def _sink_terms(count: int, heads: int, length: int, dtype: torch.dtype) -> Launcher:
+    return Launcher(triton_gradients.sink_terms, Specification((count, heads, length, 1024), -(-count // 1024)))
+
+
 def backward(d: Any, a: Arguments, config: tiles.BackwardTiles | None = None) -> None:
     """Fill dq, dk and dv, and dbias and dsinks where they are wanted; `config` overrides the rule."""
     p, outputs, x = _problem(d, a["q"]), _Outputs(a), _extras(a)
@@ -294,8 +336,9 @@ def backward(d: Any, a: Arguments, config: tiles.BackwardTiles | None = None) ->
     dq, dk, dv = outputs["dq"], outputs["dk"], outputs["dv"]
     lse, dlse = a["lse"].contiguous(), a["dlse"].contiguous() if "dlse" in a else q
     over_keys, over_queries, fixed = config or tiles.backward(p.head_dim, p.v_dim, p.dtype.itemsize, p.architecture)
+    _check(p, d.operation, x)
     device, keys = q.device, k.numel() > 0 and p.heads > 0
-    rows = torch.empty(3 if fixed else 2, p.batch, p.heads, p.lq, dtype=torch.float32, device=device)
+    rows = torch.empty(3 if fixed or p.exact else 2, p.batch, p.heads, p.lq, dtype=torch.float32, device=device)
     integers, bounds = q, q
     if fixed:
         integers = torch.zeros(p.batch, p.heads, p.lq, p.head_dim, dtype=torch.int32, device=device)
@@ -318,4 +361,18 @@ def backward(d: Any, a: Arguments, config: tiles.BackwardTiles | None = None) ->
     elif rows.numel():
         launcher = _over_queries(p, (*inputs, _strides(dq), *extra), (x.bias.dtype,), over_queries)
         launcher(do, q, k, v, dq, rows, *x[:6], numbers=numbers)
+    if "dbias" in a:
+        dbias = a["dbias"]
+        if p.batch * p.heads * p.lq * p.lk:
+            strides = (*inputs, _broadcast(dbias), *extra)
+            launcher = _bias(p, strides, (x.bias.dtype, dbias.dtype), tuple(dbias.shape))
+            launcher(do, q, k, v, dbias, rows, *x[:4], numbers=numbers)
+        else:
+            dbias.zero_()
+    if "dsinks" in a:
+        terms = torch.empty(lse.shape, dtype=torch.float32, device=device)
+        if terms.numel():
+            _sink_terms(terms.numel(), p.heads, p.lq, a["sinks"].dtype)(rows, lse, a["sinks"].contiguous(), terms)
+        a["dsinks"].copy_(reduction.sum(terms, axis=(0, 2)))
     outputs.done()
+    faults.after_launch(device)

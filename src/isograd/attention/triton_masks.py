@@ -8,13 +8,17 @@ of either orientation.
 
 import math
 
+import numpy as np
 import triton
 import triton.language as tl
 
 from isograd.numerics.triton_memory import wide_int
 
-LOG2E = tl.constexpr(math.log2(math.e))
-LN2 = tl.constexpr(math.log(2))
+# Both in two parts, the first of them rounded to binary32.
+LOG2E = tl.constexpr(float(np.float32(math.log2(math.e))))
+LOG2E_LOW = tl.constexpr(math.log2(math.e) - float(np.float32(math.log2(math.e))))
+LN2 = tl.constexpr(float(np.float32(math.log(2))))
+LN2_LOW = tl.constexpr(math.log(2) - float(np.float32(math.log(2))))
 
 _M0, _M1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
 _K0, _K1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
@@ -140,6 +144,18 @@ def scores(
             seen = seen & (j <= i + right)
         s = tl.where(seen, s, float("-inf"))
     return s, t
+
+
+@triton.jit
+def probabilities(s, a, lse, rest, DIRECT: tl.constexpr, EXACT: tl.constexpr):
+    """2^(s - lse), for DIRECT of s * a, lse in base 2; EXACT: `rest` is what rounding has left of lse."""
+    if DIRECT:
+        x = tl.fma(s, a, -lse)
+    else:
+        x = s - lse
+    if EXACT:
+        x = x - rest
+    return tl.exp2(x)
 
 
 # --- dropout -----------------------------------------------------------------------------------------------------------

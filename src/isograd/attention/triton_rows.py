@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 
 from isograd.attention import triton_masks as masks
-from isograd.attention.triton_backward import exponent_above
 from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
 from isograd.numerics import triton_terms as terms
@@ -32,6 +31,13 @@ def row_sums(o, do):
 
 
 @triton.jit
+def exponent_above(bits, least: tl.constexpr):
+    """The least e >= `least` with 2**e >= the magnitude whose bits these are; at most 126."""
+    e = ((bits + 0x7FFFFF) >> 23) - 127
+    return tl.minimum(tl.maximum(e, least), 126)
+
+
+@triton.jit
 def norms(x):
     """Euclidean norms of rows, at most 1 part in 1000 too large and never too small; NaN or infinite if they are."""
     largest = tl.reduce(ops.magnitude_key(x.to(tl.float32)), 1, _maximum)
@@ -41,10 +47,21 @@ def norms(x):
 
 
 @triton.jit
-def _load_rows(ptr, at, i, inside, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def load_rows(ptr, at, i, inside, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     d = tl.arange(0, BLOCK)
     pointers = ptr + at + i.to(tl.int64)[:, None] * stride + d[None, :]
     return tl.load(pointers, mask=inside[:, None] & (d < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def load_row_values(at, rows, inside, EXACT: tl.constexpr):
+    """(lse in base 2, with EXACT what rounding has left of it, D) of rows, from what `attention_rows` has written."""
+    lse = tl.load(at, mask=inside, other=float("inf"))
+    delta = tl.load(at + rows, mask=inside, other=0.0)
+    rest = lse
+    if EXACT:
+        rest = tl.load(at + 2 * rows, mask=inside, other=0.0)
+    return lse, rest, delta
 
 
 @triton.jit
@@ -58,8 +75,8 @@ def attention_delta(
     i = (pid - head * tiles) * ROWS + tl.arange(0, ROWS)
     z, h = head // heads, head % heads
     inside = i < length
-    o = _load_rows(o_ptr, z * o_strides[0] + h * o_strides[1], i, inside, o_strides[2], DV, BDV)
-    do = _load_rows(do_ptr, z * do_strides[0] + h * do_strides[1], i, inside, do_strides[2], DV, BDV)
+    o = load_rows(o_ptr, z * o_strides[0] + h * o_strides[1], i, inside, o_strides[2], DV, BDV)
+    do = load_rows(do_ptr, z * do_strides[0] + h * do_strides[1], i, inside, do_strides[2], DV, BDV)
     at = delta_ptr + z * delta_strides[0] + h * delta_strides[1] + i * delta_strides[2]
     tl.store(at, ops.narrow(row_sums(o, do), tl.float32, False), mask=inside)
 
@@ -85,8 +102,8 @@ def attention_bounds(
     zb = (tile * 0 if PACKED else z).to(tl.int64)
     k_at = zb * k_strides[0] + h.to(tl.int64) * k_strides[1] + first * k_strides[2]
     v_at = zb * v_strides[0] + h.to(tl.int64) * v_strides[1] + first * v_strides[2]
-    k = _load_rows(k_ptr, k_at, i, inside, k_strides[2], D, BD)
-    v = _load_rows(v_ptr, v_at, i, inside, v_strides[2], DV, BDV)
+    k = load_rows(k_ptr, k_at, i, inside, k_strides[2], D, BD)
+    v = load_rows(v_ptr, v_at, i, inside, v_strides[2], DV, BDV)
     to = bounds_ptr + (z.to(tl.int64) * heads + h) * (BD + 1)
     columns = tl.reduce(ops.magnitude_key(k.to(tl.float32)), 0, _maximum)
     tl.atomic_max(to + tl.arange(0, BD), columns, sem="relaxed")
@@ -98,9 +115,12 @@ def attention_rows(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, bounds_ptr, rows_ptr, q_starts_ptr, tiles, batch, heads, group, lq, sequences,
     o_strides, do_strides, inverse,
     DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, DLSE: tl.constexpr, FIXED: tl.constexpr,
-    PACKED: tl.constexpr, ROWS: tl.constexpr,
+    EXACT: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Rows [3, B, H, L]: lse in base 2, +inf where no key is visible; D; with FIXED 2**(30 - e_i), NaN where marked."""
+    """Rows [3, B, H, L]: lse in base 2, +inf where no key is visible; D; a third number.
+
+    With FIXED that is 2**(30 - e_i), NaN where marked; with EXACT what rounding has left of the first.
+    """
     pid = tl.program_id(0)
     head = pid // tiles
     tile = pid - head * tiles
@@ -118,8 +138,8 @@ def attention_rows(
     zb = (tile * 0 if PACKED else z).to(tl.int64)
     o_at = zb * o_strides[0] + h.to(tl.int64) * o_strides[1] + wide * o_strides[2]
     do_at = zb * do_strides[0] + h.to(tl.int64) * do_strides[1] + wide * do_strides[2]
-    do = _load_rows(do_ptr, do_at, i, inside, do_strides[2], DV, BDV)
-    delta = row_sums(_load_rows(o_ptr, o_at, i, inside, o_strides[2], DV, BDV), do)
+    do = load_rows(do_ptr, do_at, i, inside, do_strides[2], DV, BDV)
+    delta = row_sums(load_rows(o_ptr, o_at, i, inside, o_strides[2], DV, BDV), do)
     at = (zb * heads + h) * tokens + wide + i
     lse = tl.load(lse_ptr + at, mask=inside, other=0.0)
     if DLSE:
@@ -128,6 +148,9 @@ def attention_rows(
     lse2 = tl.where(lse == float("-inf"), float("inf"), lse * masks.LOG2E)
     tl.store(rows_ptr + at, lse2, mask=inside)
     tl.store(rows_ptr + count + at, delta, mask=inside)
+    if EXACT:
+        rest = tl.fma(lse, masks.LOG2E_LOW, tl.fma(lse, masks.LOG2E, -lse2))
+        tl.store(rows_ptr + 2 * count + at, tl.where(tl.abs(lse2) < float("inf"), rest, 0.0), mask=inside)
     if FIXED:
         bounds = bounds_ptr + (z.to(tl.int64) * (heads // group) + h // group) * (BD + 1)
         columns = tl.max(tl.load(bounds + tl.arange(0, BD)), 0)
@@ -162,7 +185,7 @@ def fixed_to_float(
     inside, wide = i < lq, first.to(tl.int64)
     zb = (tile * 0 if PACKED else z).to(tl.int64)
     at = (zb * heads + h) * tokens + wide
-    fixed = _load_rows(fixed_ptr, at * D, i, inside, D, D, BD)
+    fixed = load_rows(fixed_ptr, at * D, i, inside, D, D, BD)
     factor = tl.load(rows_ptr + 2 * count + at + i, mask=inside, other=1.0)
     quantum = tl.where(factor == factor, ops.as_float(0x7F000000 - ops.as_int(factor)), factor)  # 1 / 2**x
     d = tl.arange(0, BD)

@@ -64,3 +64,9 @@ def backward(head_dim: int, v_dim: int, size: int, architecture: int) -> Backwar
     if row == 256:
         return BackwardTiles(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), False)
     return BackwardTiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3), False)
+
+
+def bias(head_dim: int, v_dim: int, size: int) -> Tile:
+    """The tile of the gradient of a bias; `size`: bytes of an element."""
+    side = 32 if _bytes(head_dim, v_dim, size) >= 512 else 64
+    return Tile(side, side, 4, 1)
