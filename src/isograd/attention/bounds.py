@@ -112,14 +112,13 @@ def _dense_backward(
     scale = abs(s.options.scale or 0)
     queries, keys = s.scores.shape[2] * groups, s.scores.shape[3]
 
-    def through(error: Floats, sizes: Floats, terms: int, other: Floats) -> Floats:
-        absolute = error + (u * (terms + 4) + s.narrowing) * (sizes + error) + s.tiny * s.seen
-        return np.asarray(absolute @ np.abs(other))
+    def carried(error: Floats, sizes: Floats, terms: int) -> Floats:
+        return np.asarray(error + (u * (terms + 4) + s.narrowing) * (sizes + error) + s.tiny * s.seen)
 
     weights = d.keep * p
-    of_dq = scale * through(of_inner, inner, keys, d.k)
-    of_dk = scale * through(np.swapaxes(of_inner, 2, 3), np.swapaxes(inner, 2, 3), queries, d.q)
-    of_dv = through(np.swapaxes(weights * of_p, 2, 3), np.swapaxes(weights, 2, 3), queries, do)
+    of_dq = scale * (carried(of_inner, inner, keys) @ np.abs(d.k))
+    of_dk = scale * (np.swapaxes(carried(of_inner, inner, queries), 2, 3) @ np.abs(d.q))
+    of_dv = np.swapaxes(carried(weights * of_p, weights, queries), 2, 3) @ np.abs(do)
     of_dk, of_dv = reference.grouped(of_dk, heads), reference.grouped(of_dv, heads)
     of_dbias = of_dsinks = None
     if inputs.bias is not None:

@@ -8,7 +8,6 @@ from isograd.cuda import TritonKernel, architecture
 from isograd.plan import KernelSku, Operand
 from isograd.registry import register_kernel
 
-
 _ROWS = frozenset({"q", "k", "v", "o", "do", "dq", "dk", "dv"})
 
 

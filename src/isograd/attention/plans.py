@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from isograd.attention import bounds
+from isograd.attention import bounds, cpu
 from isograd.attention import descriptors as d
-from isograd.plan import DTYPES, KernelSku, Plan, PrecisionGuarantee
+from isograd.plan import DTYPES, Kernel, KernelSku, Plan, PrecisionGuarantee
+from isograd.registry import register_kernel
 
 
 class AttentionPlan(Plan):
@@ -69,3 +71,29 @@ def family_sku(descriptor: Any, backend: str, arch: str, narrowed: bool = False)
         backend=backend,
         precision_guarantee=family_guarantee(descriptor, narrowed),
     )
+
+
+class NumbaAttention(Kernel):
+    """The family on the CPU, compiled by Numba."""
+
+    name = "numba"
+    backend = "numba"
+
+    def sku(self, descriptor: Any) -> KernelSku:
+        """The kernel's identity."""
+        return family_sku(descriptor, self.backend, "cpu")
+
+    def launch(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any, stream: Any) -> None:
+        """Compute on the library's threads; needs no workspace."""
+        match descriptor.operation:
+            case "attention":
+                cpu.attention(descriptor, arguments)
+            case "attention_backward":
+                cpu.attention_backward(descriptor, arguments)
+            case "attention_delta":
+                cpu.attention_delta(descriptor, arguments)
+
+
+for _operation in OPERATIONS:
+    for _dtype in dtypes_of("cpu"):
+        register_kernel(_operation, "cpu", _dtype, NumbaAttention())
