@@ -16,8 +16,8 @@ it with dropout) the sum over any set of keys is at most
 
     R_i c_d,  R_i = 2 |dO_i| max_j |V_j| / (1 - p) + |dlse_i|,  c_d = max_j |K_jd|
 
-where j runs over the keys of the row's own sequence and head. With 2^e_i >= R_i and 2^f_d >= c_d the integer is
-rint(x 2^(30 - e_i - f_d)). A tile's part, and the sum of all of them, is at most 2^30 in magnitude but for the rounding
+where j runs over the keys of the row's own sequence and head. With the least e_i >= -96 and f_d >= -126 such that
+2^e_i >= R_i and 2^f_d >= c_d the integer is rint(x 2^(30 - e_i - f_d)). A tile's part, and the sum of all of them, is at most 2^30 in magnitude but for the rounding
 of P and dS, which is less than 1 part in 50, and for the halves that rint adds: both stay below 2^31, and sums that
 wrap around on the way do no harm. Each of t tiles of keys is off by at most half a quantum, so that dQ is off by at most
 t / 2 * scale * 2^(e_i + f_d - 30), about its root for errors that are independent. Where R_i, c_d or lse_i is not finite
