@@ -24,14 +24,19 @@ def _rows_in_order(operands: tuple[Operand, ...], arguments: Mapping[str, Any]) 
 class TritonAttention(TritonKernel):
     """The family on a GPU; scratch memory comes from torch's allocator."""
 
+    def launchers(self) -> Any:
+        """The module that launches the kernels."""
+        from isograd.attention import triton_launch
+
+        return triton_launch
+
     def sku(self, descriptor: Any) -> KernelSku:
         """The kernel's identity."""
         return family_sku(descriptor, self.backend, architecture(), narrowed=True)
 
     def compute(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any) -> None:
         """Launch on the current stream of the tensors' device."""
-        from isograd.attention import triton_launch as launch
-
+        launch = self.launchers()
         operands = descriptor.operands()
         given = _rows_in_order(operands, arguments)
         match descriptor.operation:
@@ -46,6 +51,33 @@ class TritonAttention(TritonKernel):
                 arguments[operand.name].copy_(given[operand.name])
 
 
+class HopperAttention(TritonAttention):
+    """The forward and the backward pass in Gluon, for compute capability 9.0; what they do not take goes to Triton."""
+
+    name = "hopper"
+    backend = "gluon"
+
+    def reject(self, descriptor: Any) -> str | None:
+        """Say what is missing on this machine, or what of the problem the kernels do not take."""
+        reason = super().reject(descriptor)
+        if reason is not None:
+            return reason
+        if architecture() != "sm_90":
+            return f"it needs compute capability 9.0; there is {architecture()}"
+        reason = self.launchers().supports(descriptor)
+        return None if reason is None else str(reason)
+
+    def launchers(self) -> Any:
+        """The module that launches the kernels."""
+        from isograd.attention import gluon_launch
+
+        return gluon_launch
+
+
 for _operation in OPERATIONS:
     for _dtype in dtypes_of("cuda"):
         register_kernel(_operation, "cuda", _dtype, TritonAttention())
+
+for _operation in ("attention", "attention_backward"):
+    for _dtype in ("float16", "bfloat16"):
+        register_kernel(_operation, "cuda", _dtype, HopperAttention(), priority=10)

@@ -1,31 +1,30 @@
 # ruff: noqa: N803, N806
+"""The backward pass of attention on Hopper, in Gluon: causal or full, head dimensions 64 and 128, 16 bits.
+
+A program keeps 128 keys and goes over tiles of queries, and over the query heads that share the keys. One warp, the
+producer, brings tiles of q and dO and the numbers of their rows to shared memory. Two consumers, groups of four warps,
+have 64 keys each. They compute S and dP transposed, so that P and dS are in registers what the products for dV and dK
+take as they are. Only dS goes through shared memory, for dQ = dS k of all 128 keys: each consumer computes half of it,
+in columns or in rows, one tile of queries later, so that it need not wait for the other. dQ is added up in global memory
+as integers by reductions of the tensor memory accelerator; see `triton_backward` for the fixed point and its bounds,
+and `triton_rows` for what comes before and after.
+
+P is rounded to 16 bits once and so enters dV and dS alike.
+"""
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
-from isograd.attention.gluon_forward import _operand, _packed
+from isograd.attention import gluon_steps as steps
 
-# The names since Triton 3.9, and the ones before.
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-
-
-@builtin
-def _add_before_39(descriptor, coordinates, source, _semantic=None):
-    kind = gl._core.ir.DESCRIPTOR_REDUCE_KIND.ADD
-    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(kind, descriptor.handle, coordinates, source.handle)
-
-
-_add = getattr(tma, "async_atomic_add", None) or _add_before_39
+KEYS = 128
 
 
 @gluon.jit
@@ -59,24 +58,24 @@ def _produce(
     q_desc, k_desc, v_desc, do_desc, rows_ptr, plane_rows, buffers, barriers, problem, CAUSAL: gl.constexpr,
 ):
     k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem, dq_smem, column_smem = buffers
-    k_full, v_full, q_full, q_empty, do_full, do_empty = barriers
+    k_full, v_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
     lq, lk, offset, kv_heads, group, tiles = problem
     Q_STAGES: gl.constexpr = q_smem.shape[0]
     STAGES: gl.constexpr = do_smem.shape[0]
     ROWS: gl.constexpr = q_smem.shape[3]
     D: gl.constexpr = q_smem.shape[4]
-    KEYS: gl.constexpr = 128
+    KEYS: gl.constexpr = 64 * k_smem.shape[0]
     batch, head, first, begin, end = _place(problem, KEYS, ROWS, CAUSAL)
     mbarrier.expect(k_full, KEYS * D * 2)
     for c in gl.static_range(2):
-        _load(k_desc, [batch, head, first + 64 * c, 0], k_full, k_smem.index(c))
+        steps.load(k_desc, [batch, head, first + 64 * c, 0], k_full, k_smem.index(c))
     mbarrier.expect(v_full, KEYS * D * 2)
     for c in gl.static_range(2):
-        _load(v_desc, [batch, head, first + 64 * c, 0], v_full, v_smem.index(c))
+        steps.load(v_desc, [batch, head, first + 64 * c, 0], v_full, v_smem.index(c))
     layout: gl.constexpr = gl.BlockedLayout([ROWS // 32], [32], [1], [0])
     one = _one()
     lines = gl.arange(0, ROWS, layout=layout) * one
-    plane_rows *= one
+    plane_rows = plane_rows.to(gl.int64) * one
     step = 0
     for member in range(group):
         hq = head * group + member
@@ -90,43 +89,65 @@ def _produce(
             factor = gl.load(row_ptr + 2 * plane_rows + row + lines, mask=row + lines < lq, other=0.0)
             mbarrier.wait(q_empty.index(q_at), (step // Q_STAGES & 1) ^ 1)
             mbarrier.expect(q_full.index(q_at), ROWS * D * 2)
-            _load(q_desc, [batch, hq, row, 0], q_full.index(q_at), q_smem.index(q_at))
+            steps.load(q_desc, [batch, hq, row, 0], q_full.index(q_at), q_smem.index(q_at))
             rows_smem.index(3 * q_at).store(lse)
             rows_smem.index(3 * q_at + 1).store(delta)
             rows_smem.index(3 * q_at + 2).store(factor)
             mbarrier.arrive(q_full.index(q_at))
             mbarrier.wait(do_empty.index(at), (step // STAGES & 1) ^ 1)
             mbarrier.expect(do_full.index(at), ROWS * D * 2)
-            _load(do_desc, [batch, hq, row, 0], do_full.index(at), do_smem.index(at))
+            steps.load(do_desc, [batch, hq, row, 0], do_full.index(at), do_smem.index(at))
             step += 1
 
 
 @gluon.jit
-def _widened(pairs, dtype: gl.constexpr, layout: gl.constexpr):
-    if dtype == gl.bfloat16:
-        first = (pairs << 16).to(gl.float32, bitcast=True)
-        second = (pairs & -65536).to(gl.float32, bitcast=True)
+def _start_queries(c: gl.constexpr, none, buffers, barriers, step, dq_layout: gl.constexpr):
+    """Start this consumer's half of dQ of a step, once both consumers have left dS."""
+    k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem, dq_smem, column_smem = buffers
+    k_full, v_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
+    ROWS: gl.constexpr = q_smem.shape[3]
+    D: gl.constexpr = q_smem.shape[4]
+    b = step & 1
+    zero = gl.zeros([64, 64], gl.float32, dq_layout)
+    mbarrier.wait(ds_full.index(b), step >> 1 & 1)
+    if ROWS == 64:
+        half = k_smem.index(none).reshape([64, D]).slice(c * (D // 2), D // 2, 1)
+        dq = warpgroup_mma(ds_smem.index(2 * b).permute([1, 0]), half, zero, use_acc=False, is_async=True)
+        half = k_smem.index(1 + none).reshape([64, D]).slice(c * (D // 2), D // 2, 1)
+        dq = warpgroup_mma(ds_smem.index(2 * b + 1).permute([1, 0]), half, dq, is_async=True)
     else:
-        first = pairs.to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
-        second = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
-    p = gl.join(first, second).reshape([pairs.shape[0], 2 * pairs.shape[1]])
-    return gl.convert_layout(p, layout, assert_trivial=True)
+        part = ds_smem.index(2 * b).slice(64 * c, 64, 1).permute([1, 0])
+        dq = warpgroup_mma(part, k_smem.index(none).reshape([64, D]), zero, use_acc=False, is_async=True)
+        part = ds_smem.index(2 * b + 1).slice(64 * c, 64, 1).permute([1, 0])
+        dq = warpgroup_mma(part, k_smem.index(1 + none).reshape([64, D]), dq, is_async=True)
+    return dq
 
 
 @gluon.jit
-def _meet():
-    """Both consumers have come here."""
-    asm: gl.constexpr = "bar.sync 8, 256; mov.u32 $0, 0;"
-    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+def _add_queries(dq, factor, c: gl.constexpr, fixed_desc, batch, hq, row, buffers, dq_layout: gl.constexpr):
+    """Add a half of dQ as integers in global memory."""
+    k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem, dq_smem, column_smem = buffers
+    ROWS: gl.constexpr = q_smem.shape[3]
+    column = column_smem.index(c).load(gl.SliceLayout(0, dq_layout))
+    dq = (dq * column[None, :]) * factor[:, None]
+    fixed = gl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [dq], dtype=gl.int32, is_pure=True, pack=1)
+    tma.store_wait(0)
+    dq_smem.index(c).reshape([64, 64]).store(fixed)
+    fence_async_shared()
+    if ROWS == 64:
+        steps.add(fixed_desc, [batch, hq, row, 64 * c], dq_smem.index(c))
+    else:
+        steps.add(fixed_desc, [batch, hq, row + 64 * c, 0], dq_smem.index(c))
 
 
 @gluon.jit
 def _step(
-    dk, dv, c: gl.constexpr, fixed_desc, place, buffers, barriers, step, scale, limit, row,
-    MASKED: gl.constexpr, s_layout: gl.constexpr, a_layout: gl.constexpr, dq_layout: gl.constexpr,
+    dk, dv, factor, old_hq, old_row, c: gl.constexpr, fixed_desc, batch, buffers, barriers, step, scale, limit, row,
+    MASKED: gl.constexpr, s_layout: gl.constexpr, a_layout: gl.constexpr, dq_layout: gl.constexpr, DK_FIRST: gl.constexpr,
 ):
+    """A tile of queries; dQ of the tile before is computed along with it, so that no consumer waits for the other."""
     k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem, dq_smem, column_smem = buffers
-    k_full, v_full, q_full, q_empty, do_full, do_empty = barriers
+    k_full, v_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
     Q_STAGES: gl.constexpr = q_smem.shape[0]
     STAGES: gl.constexpr = do_smem.shape[0]
     ROWS: gl.constexpr = q_smem.shape[3]
@@ -140,6 +161,7 @@ def _step(
     do = do_smem.index(at).reshape([ROWS, D])
     # 0, which the compiler cannot tell: addresses that do not vary would occupy registers
     none = step >> 30
+    b = step & 1
 
     mbarrier.wait(q_full.index(q_at), step // Q_STAGES & 1)
     k = k_smem.index(c + none).reshape([64, D])
@@ -152,63 +174,53 @@ def _step(
     p = gl.exp2(gl.fma(s, scale + gl.zeros_like(s), (0.0 - lse)[None, :] + gl.zeros_like(s)))
     if MASKED:
         p = gl.where(limit[:, None] <= (gl.arange(0, ROWS, layout=columns) + row)[None, :], p, 0.0)
-    pairs = _packed(p, dtype)
-    # The branch of this wait, which has nothing to wait for, keeps ptxas from moving the exponentials behind dP.
-    mbarrier.wait(q_full.index(q_at), step // Q_STAGES & 1)
+    pairs = steps.packed(p, dtype)
+    # The branch of this wait, which keeps ptxas from moving the exponentials behind dP.
+    mbarrier.wait(ds_empty.index(b), (step >> 1 & 1) ^ 1)
     dp = warpgroup_mma_wait(0, deps=[dp])
-    dv = warpgroup_mma(_operand(pairs, dtype, a_layout), do, dv, is_async=True)
+    dv = warpgroup_mma(steps.unpacked(pairs, dtype, a_layout), do, dv, is_async=True)
     delta = rows_smem.index(3 * q_at + 1).load(columns)
-    pairs = _packed(_widened(pairs, dtype, s_layout) * (dp - delta[None, :]), dtype)
-    b = step % 2 * 2
-    ds_smem.index(b + c).store(_operand(pairs, dtype, s_layout))
-    fence_async_shared()
-    _meet()
-    if ROWS == 64:
-        none_q = gl.zeros([64, D // 2], gl.float32, dq_layout)
-        half = k_smem.index(none).reshape([64, D]).slice(c * (D // 2), D // 2, 1)
-        dq = warpgroup_mma(ds_smem.index(b).permute([1, 0]), half, none_q, use_acc=False, is_async=True)
-        half = k_smem.index(1 + none).reshape([64, D]).slice(c * (D // 2), D // 2, 1)
-        dq = warpgroup_mma(ds_smem.index(b + 1).permute([1, 0]), half, dq, is_async=True)
-    else:
-        none_q = gl.zeros([64, D], gl.float32, dq_layout)
-        part = ds_smem.index(b).slice(64 * c, 64, 1).permute([1, 0])
-        dq = warpgroup_mma(part, k_smem.index(none).reshape([64, D]), none_q, use_acc=False, is_async=True)
-        part = ds_smem.index(b + 1).slice(64 * c, 64, 1).permute([1, 0])
-        dq = warpgroup_mma(part, k_smem.index(1 + none).reshape([64, D]), dq, is_async=True)
-    dk = warpgroup_mma(_operand(pairs, dtype, a_layout), q, dk, is_async=True)
-    dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
-    mbarrier.arrive(do_empty.index(at))
-    factor = rows_smem.index(3 * q_at + 2)
+    pairs = steps.packed(steps.widened(pairs, dtype, s_layout) * (dp - delta[None, :]), dtype)
+    next_factor = rows_smem.index(3 * q_at + 2)
     if ROWS == 128:
-        factor = factor.slice(64 * c, 64)
-    factor = factor.load(gl.SliceLayout(1, dq_layout))
-    column = column_smem.index(c).load(gl.SliceLayout(0, dq_layout))
-    dq = (dq * column[None, :]) * factor[:, None]
-    fixed = gl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [dq], dtype=gl.int32, is_pure=True, pack=1)
-    tma.store_wait(0)
-    dq_smem.index(c).reshape([64, 64]).store(fixed)
+        next_factor = next_factor.slice(64 * c, 64)
+    if DK_FIRST:
+        dk = warpgroup_mma(steps.unpacked(pairs, dtype, a_layout), q, dk, is_async=True)
+    ds_smem.index(2 * b + c).store(steps.unpacked(pairs, dtype, s_layout))
     fence_async_shared()
-    batch, hq = place
-    if ROWS == 64:
-        _add(fixed_desc, [batch, hq, row, c * (D // 2)], dq_smem.index(c))
+    mbarrier.arrive(ds_full.index(b))
+    dq = _start_queries(c, none, buffers, barriers, step - 1, dq_layout)
+    if DK_FIRST:
+        next_factor = next_factor.load(gl.SliceLayout(1, dq_layout))
+        dk, dv = warpgroup_mma_wait(2, deps=[dk, dv])
+        mbarrier.arrive(do_empty.index(at))
+        mbarrier.arrive(q_empty.index(q_at))
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        mbarrier.arrive(ds_empty.index(1 - b), pred=step > 0)
+        _add_queries(dq, factor, c, fixed_desc, batch, old_hq, old_row, buffers, dq_layout)
     else:
-        _add(fixed_desc, [batch, hq, row + 64 * c, 0], dq_smem.index(c))
-    dk = warpgroup_mma_wait(0, deps=[dk])
-    mbarrier.arrive(q_empty.index(q_at))
-    return dk, dv
+        dk = warpgroup_mma(steps.unpacked(pairs, dtype, a_layout), q, dk, is_async=True)
+        dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
+        mbarrier.arrive(do_empty.index(at))
+        mbarrier.arrive(ds_empty.index(1 - b), pred=step > 0)
+        _add_queries(dq, factor, c, fixed_desc, batch, old_hq, old_row, buffers, dq_layout)
+        next_factor = next_factor.load(gl.SliceLayout(1, dq_layout))
+        dk = warpgroup_mma_wait(0, deps=[dk])
+        mbarrier.arrive(q_empty.index(q_at))
+    return dk, dv, next_factor
 
 
 @gluon.jit
 def _consume(
     dk_desc, dv_desc, fixed_desc, bounds_ptr, scale, scale_log2, buffers, barriers, problem, c: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    CAUSAL: gl.constexpr, DK_FIRST: gl.constexpr,
 ):
     k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem, dq_smem, column_smem = buffers
-    k_full, v_full, q_full, q_empty, do_full, do_empty = barriers
+    k_full, v_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
     lq, lk, offset, kv_heads, group, tiles = problem
     ROWS: gl.constexpr = q_smem.shape[3]
     D: gl.constexpr = q_smem.shape[4]
-    KEYS: gl.constexpr = 128
+    KEYS: gl.constexpr = 64 * k_smem.shape[0]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
@@ -236,37 +248,49 @@ def _consume(
     step = 0
     mbarrier.wait(k_full, 0)
     mbarrier.wait(v_full, 0)
+    # dQ of no tile: its integers are 0
+    factor = gl.zeros([64], gl.float32, gl.SliceLayout(1, dq_layout))
+    old_hq = head * group
+    old_row = begin * 0
     for member in range(group):
-        place = (batch, head * group + member)
+        hq = head * group + member
         for m in range(begin, clear):
-            dk, dv = _step(
-                dk, dv, c, fixed_desc, place, buffers, barriers, step, scale_log2, limit, m * ROWS, True,
-                s_layout, a_layout, dq_layout,
+            dk, dv, factor = _step(
+                dk, dv, factor, old_hq, old_row, c, fixed_desc, batch, buffers, barriers, step, scale_log2, limit,
+                m * ROWS, True, s_layout, a_layout, dq_layout, DK_FIRST,
             )
+            old_hq = hq
+            old_row = m * ROWS
             step += 1
         for m in range(clear, end):
-            dk, dv = _step(
-                dk, dv, c, fixed_desc, place, buffers, barriers, step, scale_log2, limit, m * ROWS, False,
-                s_layout, a_layout, dq_layout,
+            dk, dv, factor = _step(
+                dk, dv, factor, old_hq, old_row, c, fixed_desc, batch, buffers, barriers, step, scale_log2, limit,
+                m * ROWS, False, s_layout, a_layout, dq_layout, DK_FIRST,
             )
+            old_hq = hq
+            old_row = m * ROWS
             step += 1
+    dq = _start_queries(c, 0, buffers, barriers, step - 1, dq_layout)
+    dq = warpgroup_mma_wait(0, deps=[dq])
+    _add_queries(dq, factor, c, fixed_desc, batch, old_hq, old_row, buffers, dq_layout)
     out = v_smem.index(c)
     v = out.reshape([64, D])
     v.store(dv.to(dtype))
     fence_async_shared()
-    _store(dv_desc, [batch, head, first + 64 * c, 0], out)
+    steps.store(dv_desc, [batch, head, first + 64 * c, 0], out)
     tma.store_wait(0)
     v.store((dk * scale).to(dtype))
     fence_async_shared()
-    _store(dk_desc, [batch, head, first + 64 * c, 0], out)
+    steps.store(dk_desc, [batch, head, first + 64 * c, 0], out)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["plane_rows", "lq", "lk", "offset", "kv_heads", "group", "tiles"])
-def backward(
+def attention_backward_hopper(
     q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, fixed_desc, rows_ptr, bounds_ptr,
     plane_rows, lq, lk, offset, kv_heads, group, tiles, scale, scale_log2,
     D: gl.constexpr, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    DK_FIRST: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
     k_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, D], k_desc.layout)
@@ -285,6 +309,11 @@ def backward(
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], barrier)
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    for i in gl.static_range(2):
+        mbarrier.init(ds_full.index(i), count=2)
+        mbarrier.init(ds_empty.index(i), count=2)
     mbarrier.init(k_full, count=1)
     mbarrier.init(v_full, count=1)
     for i in gl.static_range(Q_STAGES):
@@ -295,17 +324,17 @@ def backward(
         mbarrier.init(do_empty.index(i), count=2)
     fence_async_shared()
     buffers = (k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem, dq_smem, column_smem)
-    barriers = (k_full, v_full, q_full, q_empty, do_full, do_empty)
+    barriers = (k_full, v_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty)
     problem = (lq, lk, offset, kv_heads, group, tiles)
     gl.warp_specialize(
         [
             (
                 _consume,
-                (dk_desc, dv_desc, fixed_desc, bounds_ptr, scale, scale_log2, buffers, barriers, problem, 0, CAUSAL),
+                (dk_desc, dv_desc, fixed_desc, bounds_ptr, scale, scale_log2, buffers, barriers, problem, 0, CAUSAL, DK_FIRST),
             ),
             (
                 _consume,
-                (dk_desc, dv_desc, fixed_desc, bounds_ptr, scale, scale_log2, buffers, barriers, problem, 1, CAUSAL),
+                (dk_desc, dv_desc, fixed_desc, bounds_ptr, scale, scale_log2, buffers, barriers, problem, 1, CAUSAL, DK_FIRST),
             ),
             (_produce, (q_desc, k_desc, v_desc, do_desc, rows_ptr, plane_rows, buffers, barriers, problem, CAUSAL)),
         ],

@@ -1,4 +1,19 @@
 # ruff: noqa: N803, N806
+"""The forward pass of attention on Hopper, in Gluon: causal or full, head dimensions 64 and 128, 16 bits.
+
+A program of four or more groups of warps stays on its multiprocessor and takes one tile after the other. One warp, the
+producer, brings tiles of q, k and v to shared memory by TMA. Each consumer, a group of four warps, has 64 rows of q; it
+starts S = q k^T of the next tile of keys and O += P v of this one, and computes the softmax of the next tile while the
+tensor cores work on v: FlashAttention-3's order. The first S of a tile of queries runs along with the last P v of the
+tile before. Tiles of keys are taken from the last down, so that those that need a mask come first.
+
+A row's result depends on the tiles of keys and their order, not on the tile of queries it is in: tiles of keys that
+lie entirely behind the diagonal change nothing.
+
+Scores are in base 2; exp2 is the processor's, which is the same on all Hopper GPUs. What keys that a row does not see
+hold has no influence but that of a NaN or an infinity in a row of v: 0 times these is NaN.
+"""
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -9,123 +24,100 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-# The names since Triton 3.9, and the ones before.
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+from isograd.attention import gluon_steps as steps
 
 
 @gluon.jit
-def _turn_wait(turn: gl.constexpr, threads: gl.constexpr):
-    """Wait for the consumer's turn to start its matrix products."""
-    asm: gl.constexpr = f"bar.sync {turn}, {threads}; mov.u32 $0, 0;"
+def _wait_turn(c: gl.constexpr):
+    """Wait until the consumer before has started its products."""
+    asm: gl.constexpr = f"bar.sync {8 + c}, 256; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _turn_pass(turn: gl.constexpr, threads: gl.constexpr):
-    asm: gl.constexpr = f"bar.arrive {turn}, {threads}; mov.u32 $0, 0;"
+def _pass_turn(c: gl.constexpr):
+    """Let consumer c start its products."""
+    asm: gl.constexpr = f"bar.arrive {8 + c}, 256; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _tile(index, lq, lk, offset, heads, tiles, CONSUMERS: gl.constexpr, N: gl.constexpr, CAUSAL: gl.constexpr):
-    """The rows of a tile, from the last down, and the tiles of keys that its rows see."""
-    plane = index // tiles
-    first = (tiles - 1 - index % tiles) * (64 * CONSUMERS)
-    batch = plane // heads
-    head = plane % heads
+def _tile(index, problem, CONSUMERS: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr):
+    """A tile's place, its first row, and how many tiles of keys its rows see, at least one.
+
+    Tiles of `together` heads follow one another, so that their keys and values stay in the L2 cache, the longest first.
+    """
+    lq, lk, offset, heads, group, tiles, total, together = problem
+    block = index // (tiles * together)
+    planes = gl.minimum(together, total // tiles - block * together)
+    rest = index - block * (tiles * together)
+    plane = block * together + rest % planes
+    first = (tiles - 1 - rest // planes) * (64 * CONSUMERS)
     keys = lk
     if CAUSAL:
         keys = gl.minimum(lk, first + (64 * CONSUMERS) + offset)
-    n = gl.maximum((keys + (N - 1)) // N, 1)
-    return batch, head, first, n
+    n = gl.maximum((keys + (KEYS - 1)) // KEYS, 1)
+    return plane // heads, plane % heads, first, n
 
 
 @gluon.jit
-def _produce(q_desc, k_desc, v_desc, buffers, barriers, problem, CAUSAL: gl.constexpr):
-    q_smem, k_smem, v_smem = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    lq, lk, offset, heads, group, tiles, total = problem
-    CONSUMERS: gl.constexpr = q_smem.shape[0]
+def _limits(lines, row, n, problem, KEYS: gl.constexpr, CAUSAL: gl.constexpr):
+    """How many keys each row sees, and how many tiles of keys, but for the last, every row sees as a whole."""
+    lq, lk, offset, heads, group, tiles, total, together = problem
+    limit = lk + gl.zeros_like(lines)
+    clear = lk
+    if CAUSAL:
+        limit = gl.minimum(limit, lines + (row + offset + 1))
+        clear = gl.minimum(lk, row + offset + 1)
+    return limit, gl.minimum(gl.maximum(clear, 0) // KEYS, n - 1)
+
+
+@gluon.jit
+def _produce(q_desc, k_desc, v_desc, counter_ptr, buffers, barriers, problem, CAUSAL: gl.constexpr):
+    """Bring q, k and v. Which tile comes next is whatever is left: programs take tiles of unequal length."""
+    q_smem, k_smem, v_smem, o_smem, next_smem = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty = barriers
+    lq, lk, offset, heads, group, tiles, total, together = problem
+    CONSUMERS: gl.constexpr = o_smem.shape[0]
     STAGES: gl.constexpr = k_smem.shape[0]
-    N: gl.constexpr = k_smem.shape[3]
+    KEYS: gl.constexpr = k_smem.shape[3]
     D: gl.constexpr = k_smem.shape[4]
+    single: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     step = 0
     turn = 0
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        batch, head, first, n = _tile(index, lq, lk, offset, heads, tiles, CONSUMERS, N, CAUSAL)
+    index = gl.program_id(0)
+    while index < total:
+        batch, head, first, n = _tile(index, problem, CONSUMERS, KEYS, CAUSAL)
         for c in gl.static_range(CONSUMERS):
-            mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
-            mbarrier.expect(q_full.index(c), 64 * D * 2)
-            _load(q_desc, [batch, head, first + 64 * c, 0], q_full.index(c), q_smem.index(c))
-        turn += 1
+            slot = (turn & 1) * CONSUMERS + c
+            mbarrier.wait(q_empty.index(slot), (turn >> 1 & 1) ^ 1)
+            mbarrier.expect(q_full.index(slot), 64 * D * 2)
+            steps.load(q_desc, [batch, head, first + 64 * c, 0], q_full.index(slot), q_smem.index(slot))
         for i in range(n):
             at = step % STAGES
             phase = (step // STAGES & 1) ^ 1
-            row = (n - 1 - i) * N
+            row = (n - 1 - i) * KEYS
             mbarrier.wait(k_empty.index(at), phase)
-            mbarrier.expect(k_full.index(at), N * D * 2)
-            _load(k_desc, [batch, head // group, row, 0], k_full.index(at), k_smem.index(at))
+            mbarrier.expect(k_full.index(at), KEYS * D * 2)
+            steps.load(k_desc, [batch, head // group, row, 0], k_full.index(at), k_smem.index(at))
             mbarrier.wait(v_empty.index(at), phase)
-            mbarrier.expect(v_full.index(at), N * D * 2)
-            _load(v_desc, [batch, head // group, row, 0], v_full.index(at), v_smem.index(at))
+            mbarrier.expect(v_full.index(at), KEYS * D * 2)
+            steps.load(v_desc, [batch, head // group, row, 0], v_full.index(at), v_smem.index(at))
             step += 1
+        index = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+        mbarrier.wait(next_empty.index(turn & 1), (turn >> 1 & 1) ^ 1)
+        next_smem.index(turn & 1).store(gl.full([1], 0, gl.int32, single) + index)
+        mbarrier.arrive(next_full.index(turn & 1))
+        turn += 1
 
 
 @gluon.jit
 def _scores(q, k, layout: gl.constexpr):
-    """Start S = Q K^T of a tile."""
-    N: gl.constexpr = k.shape[2]
+    """Start S = q k^T of a tile."""
+    KEYS: gl.constexpr = k.shape[2]
     D: gl.constexpr = k.shape[3]
-    zero = gl.zeros([64, N], gl.float32, layout)
-    return warpgroup_mma(q, k.reshape([N, D]).permute([1, 0]), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _packed(w, dtype: gl.constexpr):
-    """Neighbouring weights rounded to 16 bits, two to a register, which stay so across a loop's iterations."""
-    first, second = gl.split(w.reshape([w.shape[0], w.shape[1] // 2, 2]))
-    kind: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
-    asm: gl.constexpr = f"cvt.rn.{kind}.f32 $0, $2, $1;"
-    return gl.inline_asm_elementwise(asm, "=r,f,f", [first, second], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _operand(pairs, dtype: gl.constexpr, layout: gl.constexpr):
-    """The weights as the first operand of a product."""
-    first = pairs.to(gl.int16).to(dtype, bitcast=True)
-    second = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
-    p = gl.join(first, second).reshape([pairs.shape[0], 2 * pairs.shape[1]])
-    return gl.convert_layout(p, layout, assert_trivial=True)
-
-
-@gluon.jit
-def _step(
-    q, p, o, highest, weights, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, last, scale, limit, column,
-    mine: gl.constexpr, following: gl.constexpr, TURNS: gl.constexpr, MASKED: gl.constexpr,
-    s_layout: gl.constexpr, p_layout: gl.constexpr,
-):
-    """S of the next tile and its softmax, while P V of this one is added to O."""
-    STAGES: gl.constexpr = k_smem.shape[0]
-    N: gl.constexpr = k_smem.shape[3]
-    D: gl.constexpr = k_smem.shape[4]
-    if TURNS:
-        _turn_wait(mine, 256)
-    s = _scores(q, k_smem.index((step + 1) % STAGES), s_layout)
-    at = step % STAGES
-    mbarrier.wait(v_full.index(at), step // STAGES & 1)
-    o = warpgroup_mma(_operand(p, q.dtype, p_layout), v_smem.index(at).reshape([N, D]), o, is_async=True)
-    if TURNS:
-        _turn_pass(following, 256)
-    s = warpgroup_mma_wait(1, deps=[s])
-    mbarrier.arrive(k_empty.index((step + 1) % STAGES))
-    w, highest, weights, shrink = _weigh(s, highest, weights, scale, limit, column, MASKED)
-    # The branch of this wait keeps ptxas from moving the softmax behind the product that it should overlap.
-    mbarrier.wait(k_full.index((step + 2) % STAGES), (step + 2) // STAGES & 1, pred=step + 2 < last)
-    o, w = warpgroup_mma_wait(0, deps=[o, w])
-    mbarrier.arrive(v_empty.index(at))
-    o = o * gl.convert_layout(shrink, gl.SliceLayout(1, p_layout.parent))[:, None]
-    return _packed(w, q.dtype), o, highest, weights
+    zero = gl.zeros([64, KEYS], gl.float32, layout)
+    return warpgroup_mma(q, k.reshape([KEYS, D]).permute([1, 0]), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -142,114 +134,181 @@ def _weigh(s, highest, total, scale, limit, column, MASKED: gl.constexpr):
 
 
 @gluon.jit
+def _step(
+    q, p, o, highest, weights, buffers, barriers, step, last, slot, scale, limit, column, c: gl.constexpr,
+    TURNS: gl.constexpr, MASKED: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr,
+):  # fmt: skip
+    """S of the next tile of keys and its softmax, while P v of this one is added to O."""
+    q_smem, k_smem, v_smem, o_smem, next_smem = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty = barriers
+    CONSUMERS: gl.constexpr = o_smem.shape[0]
+    STAGES: gl.constexpr = k_smem.shape[0]
+    KEYS: gl.constexpr = k_smem.shape[3]
+    D: gl.constexpr = k_smem.shape[4]
+    if TURNS:
+        _wait_turn(c)
+    s = _scores(q, k_smem.index((step + 1) % STAGES), s_layout)
+    at = step % STAGES
+    mbarrier.wait(v_full.index(at), step // STAGES & 1)
+    v = v_smem.index(at).reshape([KEYS, D])
+    o = warpgroup_mma(steps.unpacked(p, q.dtype, p_layout), v, o, is_async=True)
+    if TURNS:
+        _pass_turn((c + 1) % CONSUMERS)
+    s = warpgroup_mma_wait(1, deps=[s])
+    mbarrier.arrive(k_empty.index((step + 1) % STAGES))
+    mbarrier.arrive(q_empty.index(slot), pred=step + 2 == last)
+    w, highest, weights, shrink = _weigh(s, highest, weights, scale, limit, column, MASKED)
+    # The branch of this wait keeps ptxas from moving the softmax behind the product that it should overlap.
+    mbarrier.wait(k_full.index((step + 2) % STAGES), (step + 2) // STAGES & 1, pred=step + 2 < last)
+    o, w = warpgroup_mma_wait(0, deps=[o, w])
+    mbarrier.arrive(v_empty.index(at))
+    o = o * gl.convert_layout(shrink, gl.SliceLayout(1, p_layout.parent))[:, None]
+    return steps.packed(w, q.dtype), o, highest, weights
+
+
+@gluon.jit
 def _consume(
     o_desc, lse_ptr, scale, buffers, barriers, problem, c: gl.constexpr, CAUSAL: gl.constexpr, TURNS: gl.constexpr
 ):
-    q_smem, k_smem, v_smem = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    lq, lk, offset, heads, group, tiles, total = problem
-    CONSUMERS: gl.constexpr = q_smem.shape[0]
+    """64 rows of every tile."""
+    q_smem, k_smem, v_smem, o_smem, next_smem = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty = barriers
+    lq, lk, offset, heads, group, tiles, total, together = problem
+    CONSUMERS: gl.constexpr = o_smem.shape[0]
     STAGES: gl.constexpr = k_smem.shape[0]
-    N: gl.constexpr = k_smem.shape[3]
+    KEYS: gl.constexpr = k_smem.shape[3]
     D: gl.constexpr = k_smem.shape[4]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     rows_s: gl.constexpr = gl.SliceLayout(1, s_layout)
     rows_o: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = q_smem.dtype
-    mine: gl.constexpr = 8 + c
-    following: gl.constexpr = 8 + (c + 1) % CONSUMERS
-    q = q_smem.index(c).reshape([64, D])
-    columns = gl.arange(0, N, layout=gl.SliceLayout(0, s_layout))
+    columns = gl.arange(0, KEYS, layout=gl.SliceLayout(0, s_layout))
     lines = gl.arange(0, 64, layout=rows_s)
-    step = 0
-    turn = 0
+    none = gl.full([64], float("-inf"), gl.float32, rows_s)
+    nothing = gl.zeros([64], gl.float32, rows_s)
     if TURNS:
         if c == CONSUMERS - 1:
-            _turn_pass(8, 256)
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        batch, head, first, n = _tile(index, lq, lk, offset, heads, tiles, CONSUMERS, N, CAUSAL)
-        row = first + 64 * c
-        limit = lk + gl.zeros_like(lines)
-        clear = lk
-        if CAUSAL:
-            limit = gl.minimum(limit, lines + (row + offset + 1))
-            clear = gl.minimum(lk, row + offset + 1)
-        # tiles below `clear` need no mask
-        clear = gl.minimum(gl.maximum(clear, 0) // N, n - 1)
+            _pass_turn(0)
 
+    index = gl.program_id(0)
+    batch, head, first, n = _tile(index, problem, CONSUMERS, KEYS, CAUSAL)
+    row = first + 64 * c
+    limit, clear = _limits(lines, row, n, problem, KEYS, CAUSAL)
+    mbarrier.wait(q_full.index(c), 0)
+    mbarrier.wait(k_full.index(0), 0)
+    if TURNS:
+        _wait_turn(c)
+    s = _scores(q_smem.index(c).reshape([64, D]), k_smem.index(0), s_layout)
+    if TURNS:
+        _pass_turn((c + 1) % CONSUMERS)
+    s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(k_empty.index(0))
+    mbarrier.arrive(q_empty.index(c), pred=n == 1)
+    w, highest, weights, _ = _weigh(s, none, nothing, scale, limit, columns + (n - 1) * KEYS, True)
+    p = steps.packed(w, dtype)
+    step = 0
+    turn = 0
+    while index < total:
         last = step + n
-        mbarrier.wait(q_full.index(c), turn & 1)
-        mbarrier.wait(k_full.index(step % STAGES), step // STAGES & 1)
-        if TURNS:
-            _turn_wait(mine, 256)
-        s = _scores(q, k_smem.index(step % STAGES), s_layout)
-        if TURNS:
-            _turn_pass(following, 256)
-        s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(k_empty.index(step % STAGES))
-        highest = gl.full([64], float("-inf"), gl.float32, rows_s)
-        weights = gl.zeros([64], gl.float32, rows_s)
-        w, highest, weights, _ = _weigh(s, highest, weights, scale, limit, columns + (n - 1) * N, True)
-        p = _packed(w, dtype)
+        slot = (turn & 1) * CONSUMERS + c
+        q = q_smem.index(slot).reshape([64, D])
         o = gl.zeros([64, D], gl.float32, o_layout)
         mbarrier.wait(k_full.index((step + 1) % STAGES), (step + 1) // STAGES & 1, pred=step + 1 < last)
         for j in range(n - 1 - clear):
             p, o, highest, weights = _step(
-                q, p, o, highest, weights, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, last, scale, limit,
-                columns + (n - 2 - j) * N, mine, following, TURNS, True, s_layout, p_layout
-            )
+                q, p, o, highest, weights, buffers, barriers, step, last, slot, scale, limit,
+                columns + (n - 2 - j) * KEYS, c, TURNS, True, s_layout, p_layout,
+            )  # fmt: skip
             step += 1
         for _ in range(clear):
             p, o, highest, weights = _step(
-                q, p, o, highest, weights, k_smem, v_smem, k_full, k_empty, v_full, v_empty, step, last, scale, limit,
-                columns, mine, following, TURNS, False, s_layout, p_layout
-            )
+                q, p, o, highest, weights, buffers, barriers, step, last, slot, scale, limit, columns, c, TURNS, False,
+                s_layout, p_layout,
+            )  # fmt: skip
             step += 1
+
+        # The last P v of this tile, along with the first S of the next; behind the last tile, S of whatever lies there.
+        old_batch = batch
+        old_head = head
+        old_row = row
+        mbarrier.wait(next_full.index(turn & 1), turn >> 1 & 1)
+        index = gl.max(next_smem.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        mbarrier.arrive(next_empty.index(turn & 1))
+        more = index < total
+        turn += 1
+        slot = (turn & 1) * CONSUMERS + c
         at = step % STAGES
-        mbarrier.wait(v_full.index(at), step // STAGES & 1)
-        o = warpgroup_mma(_operand(p, dtype, p_layout), v_smem.index(at).reshape([N, D]), o, is_async=True)
+        phase = step // STAGES & 1
         step += 1
-        none = weights == 0.0
-        lse = gl.where(
-            none, float("-inf"), (highest * scale + gl.log2(gl.where(none, 1.0, weights))) * 0.6931471805599453
-        )
-        at_row = (batch * heads + head).to(gl.int64) * lq + row
-        gl.store(lse_ptr + at_row + lines, lse, mask=lines + row < lq)
-        inverse = 1.0 / gl.where(none, 1.0, weights)
-        o, inverse = warpgroup_mma_wait(0, deps=[o, inverse])
+        after = step % STAGES
+        mbarrier.wait(v_full.index(at), phase)
+        mbarrier.wait(q_full.index(slot), turn >> 1 & 1, pred=more)
+        mbarrier.wait(k_full.index(after), step // STAGES & 1, pred=more)
+        if TURNS:
+            _wait_turn(c)
+        s = _scores(q_smem.index(slot).reshape([64, D]), k_smem.index(after), s_layout)
+        v = v_smem.index(at).reshape([KEYS, D])
+        o = warpgroup_mma(steps.unpacked(p, dtype, p_layout), v, o, is_async=True)
+        if TURNS:
+            _pass_turn((c + 1) % CONSUMERS)
+        # The branches of this wait and the next, which have nothing to wait for, keep arithmetic where it is written.
+        mbarrier.wait(v_full.index(at), phase)
+        batch, head, first, n = _tile(gl.minimum(index, total - 1), problem, CONSUMERS, KEYS, CAUSAL)
+        row = first + 64 * c
+        limit, clear = _limits(lines, row, n, problem, KEYS, CAUSAL)
+        empty = weights == 0.0
+        log2 = highest * scale + gl.log2(gl.where(empty, 1.0, weights))
+        lse = gl.where(empty, float("-inf"), log2 * 0.6931471805599453)
+        at_row = (old_batch * heads + old_head).to(gl.int64) * lq + old_row
+        gl.store(lse_ptr + at_row + lines, lse, mask=lines + old_row < lq)
+        inverse = 1.0 / gl.where(empty, 1.0, weights)
+        s = warpgroup_mma_wait(1, deps=[s])
+        mbarrier.arrive(k_empty.index(after), pred=more)
+        mbarrier.arrive(q_empty.index(slot), pred=more & (n == 1))
+        w, highest, weights, _ = _weigh(s, none, nothing, scale, limit, columns + (n - 1) * KEYS, True)
+        mbarrier.wait(v_full.index(at), phase)
+        o, inverse, w = warpgroup_mma_wait(0, deps=[o, inverse, w])
+        p = steps.packed(w, dtype)
+        tma.store_wait(0)
         mbarrier.arrive(v_empty.index(at))
         o = o * gl.convert_layout(inverse, rows_o)[:, None]
-        q.store(o.to(dtype))
+        o_smem.index(c).reshape([64, D]).store(o.to(dtype))
         fence_async_shared()
-        _store(o_desc, [batch, head, row, 0], q_smem.index(c))
-        tma.store_wait(0)
-        mbarrier.arrive(q_empty.index(c))
-        turn += 1
+        steps.store(o_desc, [old_batch, old_head, old_row, 0], o_smem.index(c))
+    tma.store_wait(0)
     if TURNS:
         if c == 0:
-            _turn_wait(8, 256)
+            _wait_turn(0)
 
 
-@gluon.jit(do_not_specialize=["lq", "lk", "offset", "heads", "group", "tiles", "total"])
-def forward(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr,
-    lq, lk, offset, heads, group, tiles, total, scale,
-    CONSUMERS: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+@gluon.jit(do_not_specialize=["lq", "lk", "offset", "heads", "group", "tiles", "total", "together"])
+def attention_forward_hopper(
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, counter_ptr, lq, lk, offset, heads, group, tiles, total, together, scale,
+    CONSUMERS: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     TURNS: gl.constexpr,
-):
-    q_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, 64, D], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, N, D], k_desc.layout)
-    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, N, D], v_desc.layout)
+):  # fmt: skip
+    """o and lse [B, H, Lq] of q, k and v [B, H, L, D]; `counter_ptr`: a zero, from which tiles are handed out.
+
+    offset: the key that row 0 is level with; group: heads of q that share one of k and v; tiles: tiles of queries of a
+    head; total: of all; together: heads whose tiles run at the same time; scale: of the scores in base 2.
+    """
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [2 * CONSUMERS, 1, 1, 64, D], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, KEYS, D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, KEYS, D], v_desc.layout)
+    o_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, 64, D], o_desc.layout)
+    next_smem = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], barrier)
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], barrier)
+    q_full = gl.allocate_shared_memory(gl.int64, [2 * CONSUMERS, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [2 * CONSUMERS, 1], barrier)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    for i in gl.static_range(CONSUMERS):
+    next_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    next_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    for i in gl.static_range(2 * CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
@@ -257,16 +316,19 @@ def forward(
         mbarrier.init(k_empty.index(i), count=CONSUMERS)
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(2):
+        mbarrier.init(next_full.index(i), count=1)
+        mbarrier.init(next_empty.index(i), count=CONSUMERS)
     fence_async_shared()
-    buffers = (q_smem, k_smem, v_smem)
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    problem = (lq, lk, offset, heads, group, tiles, total)
+    buffers = (q_smem, k_smem, v_smem, o_smem, next_smem)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty)
+    problem = (lq, lk, offset, heads, group, tiles, total, together)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_consume, (o_desc, lse_ptr, scale, buffers, barriers, problem, 0, CAUSAL, TURNS)),
                 (_consume, (o_desc, lse_ptr, scale, buffers, barriers, problem, 1, CAUSAL, TURNS)),
-                (_produce, (q_desc, k_desc, v_desc, buffers, barriers, problem, CAUSAL)),
+                (_produce, (q_desc, k_desc, v_desc, counter_ptr, buffers, barriers, problem, CAUSAL)),
             ],
             [4, 1],
             [240, 24],
@@ -277,7 +339,7 @@ def forward(
                 (_consume, (o_desc, lse_ptr, scale, buffers, barriers, problem, 0, CAUSAL, TURNS)),
                 (_consume, (o_desc, lse_ptr, scale, buffers, barriers, problem, 1, CAUSAL, TURNS)),
                 (_consume, (o_desc, lse_ptr, scale, buffers, barriers, problem, 2, CAUSAL, TURNS)),
-                (_produce, (q_desc, k_desc, v_desc, buffers, barriers, problem, CAUSAL)),
+                (_produce, (q_desc, k_desc, v_desc, counter_ptr, buffers, barriers, problem, CAUSAL)),
             ],
             [4, 4, 1],
             [160, 160, 24],

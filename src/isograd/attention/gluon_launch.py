@@ -1,115 +1,223 @@
-"""Launching the Hopper kernels."""
+"""How the Hopper kernels of attention are launched: which problems they take, their tiles, and what they are given.
 
+TMA reads and writes whole tiles through descriptors of the tensors, which the driver makes for every launch.
+"""
+
+import copy
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from isograd import faults
 from isograd.attention import gluon_backward, gluon_forward
-from isograd.triton_launcher import processors
+from isograd.attention import gluon_steps as steps
+from isograd.attention import triton_launch as triton
+from isograd.attention.descriptors import AttentionDescriptor
+from isograd.triton_launcher import Launcher, Specification, kept, processors
 
-_LOG2E = 1.4426950408889634
+HEAD_DIMS = (64, 128)
+_CACHED = 16 << 20  # bytes of keys and values that tiles which run together should share in the L2 cache
+
+
+def supports(d: AttentionDescriptor) -> str | None:
+    """Why the kernels do not take a validated problem, or None if they do."""
+    o = d.options
+    extras = {
+        "a window": o.window is not None,
+        "a softcap": o.softcap > 0,
+        "dropout": o.dropout_p > 0,
+        "a bias": d.bias_shape is not None,
+        "a mask": d.mask_shape is not None,
+        "segment ids": d.segments,
+        "packed sequences": d.sequences is not None,
+        "sinks": d.sinks_dtype is not None,
+    }
+    if d.head_dim != d.v_dim or d.head_dim not in HEAD_DIMS:
+        return f"the head dimensions are {d.head_dim} and {d.v_dim}; accepted: 64 or 128 for both"
+    if found := [name for name, there in extras.items() if there]:
+        return f"there is {', '.join(found)}; accepted: causal or full attention only"
+    if not (o.scale or 0) > 0:
+        return f"scale is {o.scale}; accepted: positive numbers"
+    if 0 in (d.batch, d.heads, d.q_length, d.k_length):
+        return "an operand is empty"
+    return None
 
 
 class ForwardTiles(NamedTuple):
+    """Groups of 64 queries in a tile, keys of a tile, tiles of keys in flight, registers a thread at the start."""
+
     consumers: int
     keys: int
     stages: int
-    turns: bool
-    persistent: bool
-
-
-def forward_tiles(head_dim: int) -> ForwardTiles:
-    return ForwardTiles(2, 128, 2, False, False)
+    registers: int
+    turns: bool = False
 
 
 class BackwardTiles(NamedTuple):
-    rows: int
+    """Queries of a tile, tiles of q and of do in flight."""
+
+    queries: int
     q_stages: int
-    stages: int
+    do_stages: int
+    dk_first: bool = False
+
+
+def forward_tiles(head_dim: int) -> ForwardTiles:
+    """The rule: a function of the head dimension alone."""
+    return ForwardTiles(2, 128, 2, 168) if head_dim == 128 else ForwardTiles(3, 128, 3, 128)
 
 
 def backward_tiles(head_dim: int) -> BackwardTiles:
+    """The rule: a function of the head dimension alone."""
     return BackwardTiles(64, 2, 2) if head_dim == 128 else BackwardTiles(128, 2, 2)
 
 
-def _described(x: torch.Tensor, rows: int, columns: int = 0) -> TensorDescriptor:
-    block = [1, 1, rows, columns or x.shape[3]]
-    bits = x.element_size() * 8
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, gl.NVMMASharedLayout(128, bits, 4))
+# --- descriptors -----------------------------------------------------------------------------------------------------
+class Block(NamedTuple):
+    """A tensor [B, H, L, D] that is read or written in blocks of rows and columns."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    rows: int
+    columns: int
+
+    def described(self, base: Any, dtype: torch.dtype) -> TensorDescriptor:
+        """The descriptor of a tensor at `base`."""
+        layout = gl.NVMMASharedLayout(128, 8 * dtype.itemsize, 4)
+        return TensorDescriptor(base, list(self.shape), list(self.strides), [1, 1, self.rows, self.columns], layout)
 
 
-def launch_forward(q: Any, k: Any, v: Any, o: Any, lse: Any, scale: float, causal: bool, offset: int, tiles: Any, warmup: bool = False) -> Any:
-    batch, heads, lq, head_dim = q.shape
-    c = tiles.consumers
-    count = -(-lq // (64 * c))
-    total = count * batch * heads
-    grid = min(total, processors(q)) if tiles.persistent else total
-    kernel: Any = gluon_forward.forward
-    run = functools.partial(kernel.warmup, grid=(grid,)) if warmup else kernel[(grid,)]
-    return run(
-        _described(q, 64),
-        _described(k, tiles.keys),
-        _described(v, tiles.keys),
-        _described(o, 64),
-        lse,
-        lq,
-        k.shape[2],
-        offset,
-        heads,
-        heads // k.shape[1],
-        count,
-        total,
-        scale * _LOG2E,
-        CONSUMERS=c,
-        N=tiles.keys,
-        D=head_dim,
-        STAGES=tiles.stages,
-        CAUSAL=causal,
-        TURNS=tiles.turns,
-        num_warps=4,
-        maxnreg=168 if c == 2 else 128,
-        enable_fp_fusion=False,
+class _Address(NamedTuple):
+    """What a descriptor's base is at a launch."""
+
+    value: int
+
+    def data_ptr(self) -> int:
+        return self.value
+
+
+class BlockLauncher(Launcher):
+    """A launcher whose first tensors are given to the kernel as descriptors of blocks."""
+
+    __slots__ = ("_blocks",)
+
+    def __init__(self, kernel: Any, specification: Specification, blocks: Sequence[Block]) -> None:
+        super().__init__(kernel, specification)
+        self._blocks = tuple(blocks)
+
+    def given(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """What the kernel sees of the tensors."""
+        count = len(self._blocks)
+        described = [b.described(t, t.dtype) for b, t in zip(self._blocks, tensors[:count], strict=True)]
+        return [*described, *tensors[count:]]
+
+    def _prepare(self, tensors: Sequence[torch.Tensor], numbers: tuple[int, ...]) -> Callable[..., None]:
+        tail, programs = self._specification[:2]
+        with torch.cuda.device(tensors[0].device):
+            given = self.given(tensors)
+            compiled = self._kernel.warmup(*given, *numbers, *tail, grid=(programs,), **self._specification.options)
+            run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+        count = len(self._blocks)
+        templates = [copy.copy(d) for d in given[:count]]
+        for template in templates:
+            template.base = None  # it would keep the tensor's memory
+
+        def launch_prepared(stream: int, *addresses: int) -> None:
+            descriptors = []
+            for template, address in zip(templates, addresses[:count], strict=True):
+                descriptor = copy.copy(template)
+                descriptor.base = _Address(address)
+                descriptors.append(descriptor)
+            run(programs, 1, 1, stream, function, metadata, None, None, None, *descriptors, *addresses[count:], *tail)
+
+        return launch_prepared
+
+
+def _block(t: torch.Tensor, rows: int, columns: int = 0) -> Block:
+    strides = [t.shape[-1] if n == 1 else s for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
+    return Block(tuple(t.shape), (*strides, 1), rows, columns or t.shape[-1])
+
+
+def _addressable(t: torch.Tensor) -> bool:
+    """Whether a descriptor can address the rows: everything a multiple of 16 bytes, and no axis expanded."""
+    strides, each = _block(t, 1).strides, 16 // t.element_size()
+    return t.data_ptr() % 16 == 0 and all(stride > 0 and stride % each == 0 for stride in strides[:-1])
+
+
+def _input(t: torch.Tensor) -> torch.Tensor:
+    return t if _addressable(t) else t.clone(memory_format=torch.contiguous_format)
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
+def _numbers(d: AttentionDescriptor) -> tuple[int, int, int]:
+    """Lengths, and the key that row 0 is level with."""
+    return d.q_length, d.k_length, d.options.offset(d.q_length, d.k_length)
+
+
+@kept
+def _forward(
+    d: AttentionDescriptor, blocks: tuple[Block, ...], dtype: torch.dtype, tile: ForwardTiles, processors: int
+) -> Launcher:
+    per_head = -(-d.q_length // (64 * tile.consumers))
+    total = per_head * d.heads * d.batch
+    together = _CACHED // (2 * d.k_length * d.head_dim * dtype.itemsize) * d.groups
+    together = max(min(together, d.batch * d.heads), 1)
+    options, scale = d.options, float(d.options.scale or 0.0)
+    sizes = (*_numbers(d), d.heads, d.groups)
+    fixed = (tile.consumers, tile.keys, d.head_dim, tile.stages, options.causal, tile.turns)
+    tail = (*sizes, per_head, total, together, scale * steps.LOG2E, *fixed)
+    specification = Specification(tail, min(total, processors), 4, None, tile.registers)
+    return BlockLauncher(gluon_forward.attention_forward_hopper, specification, blocks)
+
+
+def forward(d: AttentionDescriptor, a: triton.Arguments, config: ForwardTiles | None = None) -> None:
+    """Fill o and lse; `config` overrides the rule."""
+    tile = config or forward_tiles(d.head_dim)
+    outputs = triton.Outputs(a)
+    q, k, v, o = _input(a["q"]), _input(a["k"]), _input(a["v"]), outputs["o"]
+    lse = a["lse"] if a["lse"].is_contiguous() else torch.empty_like(a["lse"], memory_format=torch.contiguous_format)
+    blocks = (_block(q, 64), _block(k, tile.keys), _block(v, tile.keys), _block(o, 64))
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+    _forward(d, blocks, q.dtype, tile, processors(q))(q, k, v, o, lse, counter)
+    outputs.done()
+    if lse is not a["lse"]:
+        a["lse"].copy_(lse)
+    faults.after_launch(q.device)
+
+
+@kept
+def _backward(d: AttentionDescriptor, blocks: tuple[Block, ...], dtype: torch.dtype, tile: BackwardTiles) -> Launcher:
+    per_head, kv_heads = -(-d.k_length // gluon_backward.KEYS), d.heads // d.groups
+    options, scale = d.options, float(d.options.scale or 0.0)
+    sizes = (*_numbers(d), kv_heads, d.groups, per_head)
+    fixed = (d.head_dim, *tile[:3], options.causal, tile.dk_first)
+    tail = (d.batch * d.heads * d.q_length, *sizes, scale, scale * steps.LOG2E, *fixed)
+    specification = Specification(tail, per_head * kv_heads * d.batch, 4, None, 168)
+    return BlockLauncher(gluon_backward.attention_backward_hopper, specification, blocks)
+
+
+def backward(d: Any, a: triton.Arguments, config: BackwardTiles | None = None) -> None:
+    """Fill dq, dk and dv; `config` overrides the rule."""
+    tile = config or backward_tiles(d.head_dim)
+    p, outputs = triton.problem(d, a["q"]), triton.Outputs(a)
+    given = {name: _input(a[name]) for name in ("do", "q", "k", "v", "o")}
+    do, q, k, v = (given[name] for name in ("do", "q", "k", "v"))
+    dq, dk, dv = outputs["dq"], outputs["dk"], outputs["dv"]
+    rows = triton.Rows.before(p, a, given, True)
+    blocks = (
+        _block(q, tile.queries),
+        _block(k, 64),
+        _block(v, 64),
+        _block(do, tile.queries),
+        _block(dk, 64),
+        _block(dv, 64),
+        _block(rows.integers, 64, 64),
     )
-
-
-def launch_backward(
-    q: Any, k: Any, v: Any, do: Any, dk: Any, dv: Any, fixed: Any, rows: Any, bounds: Any, scale: float, causal: bool,
-    offset: int, tiles: Any, warmup: bool = False,
-) -> Any:
-    batch, heads, lq, head_dim = q.shape
-    kv_heads, lk = k.shape[1:3]
-    count = -(-lk // 128)
-    grid = count * batch * kv_heads
-    kernel: Any = gluon_backward.backward
-    run = functools.partial(kernel.warmup, grid=(grid,)) if warmup else kernel[(grid,)]
-    return run(
-        _described(q, tiles.rows),
-        _described(k, 64),
-        _described(v, 64),
-        _described(do, tiles.rows),
-        _described(dk, 64),
-        _described(dv, 64),
-        _described(fixed, 64, 64),
-        rows,
-        bounds,
-        batch * heads * lq,
-        lq,
-        lk,
-        offset,
-        kv_heads,
-        heads // kv_heads,
-        count,
-        scale,
-        scale * _LOG2E,
-        D=head_dim,
-        ROWS=tiles.rows,
-        Q_STAGES=tiles.q_stages,
-        STAGES=tiles.stages,
-        CAUSAL=causal,
-        num_warps=4,
-        maxnreg=168,
-        enable_fp_fusion=False,
-    )
+    _backward(d, blocks, q.dtype, tile)(q, k, v, do, dk, dv, rows.integers, rows.values, rows.bounds)
+    rows.write(p, a, dq)
+    outputs.done()
+    faults.after_launch(q.device)

@@ -92,7 +92,8 @@ class _Problem(NamedTuple):
         return max(min(_SHARED_CACHE // size, self.batch * heads), 1)
 
 
-def _problem(d: AttentionDescriptor, q: torch.Tensor) -> _Problem:
+def problem(d: AttentionDescriptor, q: torch.Tensor) -> _Problem:
+    """What the launchers are kept for, but for strides."""
     return _Problem(
         d.batch,
         d.heads,
@@ -128,7 +129,7 @@ def _input(t: torch.Tensor) -> torch.Tensor:
     return t if _addressable(t) else t.clone(memory_format=torch.contiguous_format)
 
 
-class _Outputs:
+class Outputs:
     """Outputs as kernels can write them; `done` copies those that needed scratch."""
 
     def __init__(self, arguments: Arguments) -> None:
@@ -215,7 +216,7 @@ def forward(d: AttentionDescriptor, a: Arguments, config: tiles.Tile | None = No
     """Fill o and lse; `config` overrides the rule."""
     if a["lse"].numel() == 0:
         return
-    p, outputs, x = _problem(d, a["q"]), _Outputs(a), _extras(a)
+    p, outputs, x = problem(d, a["q"]), Outputs(a), _extras(a)
     q, k, v, o = _input(a["q"]), _input(a["k"]), _input(a["v"]), outputs["o"]
     lse = a["lse"] if a["lse"].is_contiguous() else torch.empty_like(a["lse"], memory_format=torch.contiguous_format)
     sinks = a["sinks"].contiguous() if p.sinks else q
@@ -329,35 +330,62 @@ def _sink_terms(count: int, heads: int, length: int, dtype: torch.dtype) -> Laun
     return Launcher(triton_gradients.sink_terms, Specification((count, heads, length, 1024), -(-count // 1024)))
 
 
+class Rows(NamedTuple):
+    """What the backward pass knows of every row beforehand, and the integers that it adds dQ up in.
+
+    Where dQ is not added up as integers, the last two are some tensor.
+    """
+
+    values: torch.Tensor
+    bounds: torch.Tensor
+    integers: torch.Tensor
+
+    @classmethod
+    def before(cls, p: _Problem, a: Arguments, inputs: Arguments, fixed: bool) -> "Rows":
+        """Make them; `inputs` are do, k, v and o as kernels can read them."""
+        do, k, v, o = (inputs[name] for name in ("do", "k", "v", "o"))
+        none, kinds = do, 3 if fixed or p.exact else 2
+        values = torch.empty(kinds, p.batch, p.heads, p.lq, dtype=torch.float32, device=do.device)
+        integers = bounds = none
+        if fixed:
+            integers = torch.zeros(p.batch, p.heads, p.lq, p.head_dim, dtype=torch.int32, device=do.device)
+            count = p.batch if p.sequences is None else p.sequences + 1
+            width = tiles.width(p.head_dim) + 1
+            bounds = torch.zeros(count, p.heads // p.groups, width, dtype=torch.int32, device=do.device)
+            if k.numel() and p.heads:
+                starts = a["cu_seqlens_k"].contiguous() if "cu_seqlens_k" in a else none
+                _bounds(p, (_strides(k), _strides(v)))(k, v, bounds, starts)
+        if values.numel():
+            lse, dlse = a["lse"].contiguous(), a["dlse"].contiguous() if "dlse" in a else none
+            starts = a["cu_seqlens_q"].contiguous() if "cu_seqlens_q" in a else none
+            launcher = _rows(p, (_strides(o), _strides(do)), "dlse" in a, fixed)
+            launcher(o, do, lse, dlse, bounds, values, starts)
+        return cls(values, bounds, integers)
+
+    def write(self, p: _Problem, a: Arguments, dq: torch.Tensor) -> None:
+        """Make dq of the integers."""
+        if self.values.numel():
+            starts = a["cu_seqlens_q"].contiguous() if "cu_seqlens_q" in a else self.values
+            _to_float(p, _strides(dq))(self.integers, self.values, self.bounds, dq, starts)
+
+
 def backward(d: Any, a: Arguments, config: tiles.BackwardTiles | None = None) -> None:
     """Fill dq, dk and dv, and dbias and dsinks where they are wanted; `config` overrides the rule."""
-    p, outputs, x = _problem(d, a["q"]), _Outputs(a), _extras(a)
-    do, q, k, v, o = (_input(a[name]) for name in ("do", "q", "k", "v", "o"))
+    p, outputs, x = problem(d, a["q"]), Outputs(a), _extras(a)
+    given = {name: _input(a[name]) for name in ("do", "q", "k", "v", "o")}
+    do, q, k, v = (given[name] for name in ("do", "q", "k", "v"))
     dq, dk, dv = outputs["dq"], outputs["dk"], outputs["dv"]
-    lse, dlse = a["lse"].contiguous(), a["dlse"].contiguous() if "dlse" in a else q
     over_keys, over_queries, fixed = config or tiles.backward(p.head_dim, p.v_dim, p.dtype.itemsize, p.architecture)
     _check(p, d.operation, x)
-    device, keys = q.device, k.numel() > 0 and p.heads > 0
-    rows = torch.empty(3 if fixed or p.exact else 2, p.batch, p.heads, p.lq, dtype=torch.float32, device=device)
-    integers, bounds = q, q
-    if fixed:
-        integers = torch.zeros(p.batch, p.heads, p.lq, p.head_dim, dtype=torch.int32, device=device)
-        count = p.batch if p.sequences is None else p.sequences + 1
-        width = tiles.width(p.head_dim) + 1
-        bounds = torch.zeros(count, p.heads // p.groups, width, dtype=torch.int32, device=device)
-        if keys:
-            _bounds(p, (_strides(k), _strides(v)))(k, v, bounds, x.k_starts)
-    if rows.numel():
-        row_strides = (_strides(o), _strides(do))
-        _rows(p, row_strides, "dlse" in a, fixed)(o, do, lse, dlse, bounds, rows, x.q_starts)
+    rows, bounds, integers = made = Rows.before(p, a, given, fixed)
     numbers = _seed(d.options)
     inputs, extra = tuple(_strides(t) for t in (do, q, k, v)), (x.bias_strides, x.mask_strides)
-    if keys:
+    if k.numel() and p.heads:
         strides = (*inputs, _strides(dk), _strides(dv), *extra)
         launcher = _over_keys(p, strides, (x.bias.dtype,), over_keys, fixed)
         launcher(do, q, k, v, dk, dv, rows, integers, bounds, *x[:6], numbers=numbers)
     if rows.numel() and fixed:
-        _to_float(p, _strides(dq))(integers, rows, bounds, dq, x.q_starts)
+        made.write(p, a, dq)
     elif rows.numel():
         launcher = _over_queries(p, (*inputs, _strides(dq), *extra), (x.bias.dtype,), over_queries)
         launcher(do, q, k, v, dq, rows, *x[:6], numbers=numbers)
@@ -370,9 +398,10 @@ def backward(d: Any, a: Arguments, config: tiles.BackwardTiles | None = None) ->
         else:
             dbias.zero_()
     if "dsinks" in a:
-        terms = torch.empty(lse.shape, dtype=torch.float32, device=device)
+        lse = a["lse"].contiguous()
+        terms = torch.empty(lse.shape, dtype=torch.float32, device=q.device)
         if terms.numel():
             _sink_terms(terms.numel(), p.heads, p.lq, a["sinks"].dtype)(rows, lse, a["sinks"].contiguous(), terms)
         a["dsinks"].copy_(reduction.sum(terms, axis=(0, 2)))
     outputs.done()
-    faults.after_launch(device)
+    faults.after_launch(q.device)
