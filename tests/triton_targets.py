@@ -12,6 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from isograd.triton_launcher import Launcher
 
@@ -55,19 +56,25 @@ def _describe(value: Any, path: tuple[int, ...], constants: dict[Any, Any], attr
 def compiled(
     target: str,
     kernel: Any,
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Any],
     tail: Sequence[Any],
     options: dict[str, Any],
     numbers: Sequence[int] = (),
 ) -> Any:
-    """A kernel compiled for tensors, which lend their dtypes, numbers that vary by call, and its other arguments."""
+    """A kernel compiled for tensors, which lend their dtypes, numbers that vary by call, and its other arguments.
+
+    A tensor may be described by a Gluon tensor descriptor.
+    """
     signature: dict[str, Any] = {}
     constants: dict[Any, Any] = {}
     attributes: dict[Any, Any] = {}
     values = (*tensors, *numbers, *tail)
     assert len(values) == len(kernel.arg_names)
     for i, (name, value) in enumerate(zip(kernel.arg_names, values, strict=True)):
-        if i < len(tensors):
+        if i < len(tensors) and isinstance(value, TensorDescriptor):
+            element = _POINTER[value.base.dtype][1:]
+            signature[name] = f"tensordesc<{element}{list(value.block_shape)},{value.layout!r}>"
+        elif i < len(tensors):
             signature[name] = _POINTER[value.dtype]
             attributes[(i,)] = [["tt.divisibility", 16]]
         elif i < len(tensors) + len(numbers):
@@ -107,7 +114,7 @@ def kernels_of(target: str, call: Callable[[], Any], *modules: Any) -> dict[str,
     def record(self: Launcher, *tensors: Any, numbers: Any = ()) -> None:
         specification = self._specification
         found[self._kernel.__name__] = compiled(
-            target, self._kernel, tensors, specification.tail, specification.options, numbers
+            target, self._kernel, self.given(tensors) if hasattr(self, "given") else tensors, specification.tail, specification.options, numbers
         )
 
     patches = [mock.patch.object(Launcher, "__call__", record)]

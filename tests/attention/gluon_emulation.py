@@ -5,7 +5,6 @@ loads at some later time by a thread of their own. A buffer that is written too 
 wait that is missing then shows as a wrong result, an error or a deadlock.
 """
 
-import itertools
 import queue
 import random
 import threading
@@ -15,6 +14,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import torch
+
+from isograd.attention import gluon_backward, gluon_forward, gluon_steps
 
 BFLOAT16, FLOAT16, FLOAT32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))
 _PATIENCE = 20.0  # seconds until a wait counts as a deadlock
@@ -372,15 +374,17 @@ class _Index(int):
     def to(self, dtype: Any) -> int:
         return int(self)
 
-    def _same(operation: str) -> Any:  # type: ignore[misc]
-        def method(self: int, other: Any) -> Any:
-            result = getattr(int(self), operation)(other) if isinstance(other, int) else NotImplemented
-            return _Index(result) if isinstance(result, int) and not isinstance(result, bool) else result
 
-        return method
+def _kept(operation: str) -> Any:
+    def method(self: int, other: Any) -> Any:
+        result = getattr(int(self), operation)(other) if isinstance(other, int) else NotImplemented
+        return _Index(result) if isinstance(result, int) else result
 
-    for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordiv", "mod", "rmod"):
-        vars()[f"__{_name}__"] = _same(f"__{_name}__")
+    return method
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordiv", "mod", "rmod"):
+    setattr(_Index, f"__{_name}__", _kept(f"__{_name}__"))
 
 
 mbarrier = types.SimpleNamespace(
@@ -459,9 +463,9 @@ def _rebuilt(module: Any, names: dict[str, Any]) -> types.SimpleNamespace:
     return types.SimpleNamespace(**space)
 
 
-def emulated(module: Any, steps: Any) -> types.SimpleNamespace:
+def emulated(module: Any) -> types.SimpleNamespace:
     """The functions of a module of Hopper kernels, to be run by `Launch`."""
-    shared = _rebuilt(steps, {"gl": gl})
+    shared = _rebuilt(gluon_steps, {"gl": gl})
     shared.load, shared.store, shared.add = _bring, _later(_put), _later(_accumulate)
     names = {
         "gl": gl,
@@ -475,4 +479,20 @@ def emulated(module: Any, steps: Any) -> types.SimpleNamespace:
     return _rebuilt(module, names)
 
 
-_ = itertools
+def array(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor's memory."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(BFLOAT16)
+    return tensor.numpy()
+
+
+def call(launcher: Any, *tensors: torch.Tensor, seed: int = 0) -> None:
+    """What a launcher does, in place of its `__call__`."""
+    tail, programs = launcher._specification[:2]
+    name = launcher._kernel.__name__
+    kernels = vars(emulated(gluon_forward if "forward" in name else gluon_backward))
+    blocks = len(launcher._blocks)
+    described = [Described(array(t)) for t in tensors[:blocks]]
+    pointers = [Pointer(array(t)) for t in tensors[blocks:]]
+    numbers = [_Index(x) if isinstance(x, int) else np.float32(x) if isinstance(x, float) else x for x in tail]
+    Launch(programs, seed).run(kernels[name], [*described, *pointers, *numbers])

@@ -1,13 +1,13 @@
-# ruff: noqa: N803, N806
+# ruff: noqa: N803, N806, RUF059
 """The backward pass of attention on Hopper, in Gluon: causal or full, head dimensions 64 and 128, 16 bits.
 
 A program keeps 128 keys and goes over tiles of queries, and over the query heads that share the keys. One warp, the
 producer, brings tiles of q and dO and the numbers of their rows to shared memory. Two consumers, groups of four warps,
 have 64 keys each. They compute S and dP transposed, so that P and dS are in registers what the products for dV and dK
-take as they are. Only dS goes through shared memory, for dQ = dS k of all 128 keys: each consumer computes half of it,
-in columns or in rows, one tile of queries later, so that it need not wait for the other. dQ is added up in global memory
-as integers by reductions of the tensor memory accelerator; see `triton_backward` for the fixed point and its bounds,
-and `triton_rows` for what comes before and after.
+take as they are. Only dS goes through shared memory, for dQ = dS k over all 128 keys: each consumer computes half of
+it, in columns or in rows, one tile of queries later, so that it need not wait for the other. dQ is added up in global
+memory as integers, by reductions of the tensor memory accelerator; see `triton_backward` for the fixed point and its
+bounds, and `triton_rows` for what comes before and after.
 
 P is rounded to 16 bits once and so enters dV and dS alike.
 """
@@ -24,39 +24,41 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from isograd.attention import gluon_steps as steps
 
-KEYS = 128
+TILE_KEYS = 128
 
 
 @gluon.jit
-def _pow2(exponent):
-    return ((exponent + 127) << 23).to(gl.float32, bitcast=True)
+def _factor(bits):
+    """2**-f with the least f for which 2**f is not below the magnitude whose bits these are."""
+    f = gl.minimum(gl.maximum(((bits + 0x7FFFFF) >> 23) - 127, -126), 126)
+    return ((127 - f) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def _one():
-    """1, which the compiler cannot tell: it would compute what the partitions need before they part, in each."""
+    """1, which the compiler cannot tell: what depends on it is not computed before the partitions part.
+
+    What is computed there occupies registers in all of them.
+    """
     return gl.inline_asm_elementwise("mov.u32 $0, 1;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _place(problem, KEYS: gl.constexpr, ROWS: gl.constexpr, CAUSAL: gl.constexpr):
-    """The tile of keys of this program, the first tile of queries that sees it, and how many there are."""
+    """The keys of this program: batch element, head, first key; from which tile of queries to which they are seen."""
     lq, lk, offset, kv_heads, group, tiles = problem
     plane = gl.program_id(0) // tiles
     first = (gl.program_id(0) % tiles) * KEYS
-    batch = plane // kv_heads
-    head = plane % kv_heads
     end = gl.cdiv(lq, ROWS)
     begin = 0
     if CAUSAL:
         begin = gl.minimum(gl.maximum(first - offset, 0) // ROWS, end)
-    return batch, head, first, begin, end
+    return plane // kv_heads, plane % kv_heads, first, begin, end
 
 
 @gluon.jit
-def _produce(
-    q_desc, k_desc, v_desc, do_desc, rows_ptr, plane_rows, buffers, barriers, problem, CAUSAL: gl.constexpr,
-):
+def _produce(q_desc, k_desc, v_desc, do_desc, rows_ptr, plane_rows, buffers, barriers, problem, CAUSAL: gl.constexpr):
+    """Bring k and v, then tiles of q and dO with lse, D and the factor of the fixed point of their rows."""
     k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem, dq_smem, column_smem = buffers
     k_full, v_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
     lq, lk, offset, kv_heads, group, tiles = problem
@@ -143,8 +145,9 @@ def _add_queries(dq, factor, c: gl.constexpr, fixed_desc, batch, hq, row, buffer
 @gluon.jit
 def _step(
     dk, dv, factor, old_hq, old_row, c: gl.constexpr, fixed_desc, batch, buffers, barriers, step, scale, limit, row,
-    MASKED: gl.constexpr, s_layout: gl.constexpr, a_layout: gl.constexpr, dq_layout: gl.constexpr, DK_FIRST: gl.constexpr,
-):
+    DK_FIRST: gl.constexpr, MASKED: gl.constexpr, s_layout: gl.constexpr, a_layout: gl.constexpr,
+    dq_layout: gl.constexpr,
+):  # fmt: skip
     """A tile of queries; dQ of the tile before is computed along with it, so that no consumer waits for the other."""
     k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem, dq_smem, column_smem = buffers
     k_full, v_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
@@ -214,7 +217,8 @@ def _step(
 def _consume(
     dk_desc, dv_desc, fixed_desc, bounds_ptr, scale, scale_log2, buffers, barriers, problem, c: gl.constexpr,
     CAUSAL: gl.constexpr, DK_FIRST: gl.constexpr,
-):
+):  # fmt: skip
+    """64 keys: dK and dV, and half of dQ of every tile of queries."""
     k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem, dq_smem, column_smem = buffers
     k_full, v_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
     lq, lk, offset, kv_heads, group, tiles = problem
@@ -240,9 +244,9 @@ def _consume(
     d = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
     if ROWS == 64:
         d += c * (D // 2)
-    bits = gl.load(bounds_ptr + (batch * kv_heads + head).to(gl.int64) * (D + 1) + d)
     # in shared memory, since registers are short in the loop
-    column_smem.index(c).store(_pow2(0 - gl.minimum(gl.maximum(((bits + 0x7FFFFF) >> 23) - 127, -126), 126)))
+    bits = gl.load(bounds_ptr + (batch * kv_heads + head).to(gl.int64) * (D + 1) + d)
+    column_smem.index(c).store(_factor(bits))
     dv = gl.zeros([64, D], gl.float32, d_layout)
     dk = gl.zeros([64, D], gl.float32, d_layout)
     step = 0
@@ -257,16 +261,16 @@ def _consume(
         for m in range(begin, clear):
             dk, dv, factor = _step(
                 dk, dv, factor, old_hq, old_row, c, fixed_desc, batch, buffers, barriers, step, scale_log2, limit,
-                m * ROWS, True, s_layout, a_layout, dq_layout, DK_FIRST,
-            )
+                m * ROWS, DK_FIRST, True, s_layout, a_layout, dq_layout,
+            )  # fmt: skip
             old_hq = hq
             old_row = m * ROWS
             step += 1
         for m in range(clear, end):
             dk, dv, factor = _step(
                 dk, dv, factor, old_hq, old_row, c, fixed_desc, batch, buffers, barriers, step, scale_log2, limit,
-                m * ROWS, False, s_layout, a_layout, dq_layout, DK_FIRST,
-            )
+                m * ROWS, DK_FIRST, False, s_layout, a_layout, dq_layout,
+            )  # fmt: skip
             old_hq = hq
             old_row = m * ROWS
             step += 1
@@ -287,11 +291,17 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["plane_rows", "lq", "lk", "offset", "kv_heads", "group", "tiles"])
 def attention_backward_hopper(
-    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, fixed_desc, rows_ptr, bounds_ptr,
-    plane_rows, lq, lk, offset, kv_heads, group, tiles, scale, scale_log2,
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, fixed_desc, rows_ptr, bounds_ptr, plane_rows, lq, lk, offset,
+    kv_heads, group, tiles, scale, scale_log2,
     D: gl.constexpr, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     DK_FIRST: gl.constexpr,
-):
+):  # fmt: skip
+    """Gradients: dK and dV [B, Hkv, Lk, D], and what `triton_rows.fixed_to_float` makes dQ of.
+
+    rows_ptr: [3, B, H, Lq] of `triton_rows.attention_rows`, plane_rows = B H Lq; bounds_ptr: [B, Hkv, D + 1] of
+    `attention_bounds`; fixed_desc: int32 [B, H, Lq, D], zeros; offset: the key that row 0 is level with; group: query
+    heads that share one of keys; tiles: tiles of keys of a head; scale_log2: the scale of the scores in base 2.
+    """
     dtype: gl.constexpr = q_desc.dtype
     k_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, D], v_desc.layout)
@@ -330,14 +340,16 @@ def attention_backward_hopper(
         [
             (
                 _consume,
-                (dk_desc, dv_desc, fixed_desc, bounds_ptr, scale, scale_log2, buffers, barriers, problem, 0, CAUSAL, DK_FIRST),
+                (dk_desc, dv_desc, fixed_desc, bounds_ptr, scale, scale_log2, buffers, barriers, problem, 0, CAUSAL,
+                 DK_FIRST),
             ),
             (
                 _consume,
-                (dk_desc, dv_desc, fixed_desc, bounds_ptr, scale, scale_log2, buffers, barriers, problem, 1, CAUSAL, DK_FIRST),
+                (dk_desc, dv_desc, fixed_desc, bounds_ptr, scale, scale_log2, buffers, barriers, problem, 1, CAUSAL,
+                 DK_FIRST),
             ),
             (_produce, (q_desc, k_desc, v_desc, do_desc, rows_ptr, plane_rows, buffers, barriers, problem, CAUSAL)),
         ],
         [4, 1],
         [240, 24],
-    )
+    )  # fmt: skip

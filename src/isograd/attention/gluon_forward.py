@@ -1,4 +1,4 @@
-# ruff: noqa: N803, N806
+# ruff: noqa: N803, N806, RUF059
 """The forward pass of attention on Hopper, in Gluon: causal or full, head dimensions 64 and 128, 16 bits.
 
 A program of four or more groups of warps stays on its multiprocessor and takes one tile after the other. One warp, the
@@ -188,9 +188,8 @@ def _consume(
     lines = gl.arange(0, 64, layout=rows_s)
     none = gl.full([64], float("-inf"), gl.float32, rows_s)
     nothing = gl.zeros([64], gl.float32, rows_s)
-    if TURNS:
-        if c == CONSUMERS - 1:
-            _pass_turn(0)
+    if TURNS and c == CONSUMERS - 1:
+        _pass_turn(0)
 
     index = gl.program_id(0)
     batch, head, first, n = _tile(index, problem, CONSUMERS, KEYS, CAUSAL)
@@ -278,9 +277,8 @@ def _consume(
         fence_async_shared()
         steps.store(o_desc, [old_batch, old_head, old_row, 0], o_smem.index(c))
     tma.store_wait(0)
-    if TURNS:
-        if c == 0:
-            _wait_turn(0)
+    if TURNS and c == 0:
+        _wait_turn(0)
 
 
 @gluon.jit(do_not_specialize=["lq", "lk", "offset", "heads", "group", "tiles", "total", "together"])
@@ -289,7 +287,7 @@ def attention_forward_hopper(
     CONSUMERS: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     TURNS: gl.constexpr,
 ):  # fmt: skip
-    """o and lse [B, H, Lq] of q, k and v [B, H, L, D]; `counter_ptr`: a zero, from which tiles are handed out.
+    """Attention: o and lse [B, H, Lq] of q, k and v [B, H, L, D]; `counter_ptr`: a zero, from which tiles are handed out.
 
     offset: the key that row 0 is level with; group: heads of q that share one of k and v; tiles: tiles of queries of a
     head; total: of all; together: heads whose tiles run at the same time; scale: of the scores in base 2.

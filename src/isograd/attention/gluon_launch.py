@@ -4,7 +4,6 @@ TMA reads and writes whole tiles through descriptors of the tensors, which the d
 """
 
 import copy
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -191,7 +190,7 @@ def forward(d: AttentionDescriptor, a: triton.Arguments, config: ForwardTiles | 
 
 @kept
 def _backward(d: AttentionDescriptor, blocks: tuple[Block, ...], dtype: torch.dtype, tile: BackwardTiles) -> Launcher:
-    per_head, kv_heads = -(-d.k_length // gluon_backward.KEYS), d.heads // d.groups
+    per_head, kv_heads = -(-d.k_length // gluon_backward.TILE_KEYS), d.heads // d.groups
     options, scale = d.options, float(d.options.scale or 0.0)
     sizes = (*_numbers(d), kv_heads, d.groups, per_head)
     fixed = (d.head_dim, *tile[:3], options.causal, tile.dk_first)

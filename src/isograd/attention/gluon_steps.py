@@ -1,4 +1,3 @@
-# ruff: noqa: N803
 """What the Hopper kernels of attention share: TMA under one name in every Triton, and operands in 16 bits."""
 
 import math

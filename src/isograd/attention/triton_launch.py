@@ -145,6 +145,7 @@ class Outputs:
         return result
 
     def done(self) -> None:
+        """Copy what was written elsewhere."""
         for result, scratch in self._copies:
             result.copy_(scratch)
 

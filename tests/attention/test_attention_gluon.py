@@ -1,0 +1,236 @@
+"""The Hopper kernels of attention: their arithmetic and protocol in an emulation, compilation, and what they take."""
+
+import math
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+triton = pytest.importorskip("triton", reason="needs triton")
+
+import gluon_emulation as emulation  # noqa: E402
+from triton_targets import kernels_of, resources  # noqa: E402
+
+from isograd import registry  # noqa: E402
+from isograd.attention import gluon_launch as launch  # noqa: E402
+from isograd.attention import reference, triton_launch  # noqa: E402
+from isograd.attention.descriptors import AttentionBackwardDescriptor  # noqa: E402
+from isograd.attention.options import AttentionOptions  # noqa: E402
+
+CAUSAL, FULL = AttentionOptions(causal=True), AttentionOptions()
+UPPER_LEFT = AttentionOptions(causal=True, alignment="upper_left", scale=0.2)
+# batch, heads, heads of keys, lengths, head dimension, dtype: ends within tiles, rows that see nothing, shared keys
+PROBLEMS: dict[str, tuple[tuple[int, ...], str, AttentionOptions]] = {
+    "one tile": ((1, 1, 1, 64, 128, 128), "bfloat16", FULL),
+    "one row": ((2, 1, 1, 1, 130, 64), "float16", CAUSAL),
+    "lower right": ((1, 2, 1, 200, 333, 64), "bfloat16", CAUSAL),
+    "upper left": ((1, 2, 2, 250, 140, 128), "bfloat16", UPPER_LEFT),
+    "rows without keys": ((1, 4, 2, 257, 130, 64), "float16", CAUSAL),
+    "full": ((2, 2, 1, 130, 260, 128), "float16", FULL),
+}
+
+
+def described(shape: tuple[int, ...], dtype: str, options: AttentionOptions) -> Any:
+    *sizes, head_dim = shape
+    return AttentionBackwardDescriptor(*sizes, head_dim, head_dim, dtype, options).validated()
+
+
+def operands(d: Any, seed: int = 0) -> dict[str, Any]:
+    """Random inputs, some with the axes of heads and rows in the other order; outputs full of NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, d.dtype)
+
+    def rows(shape: tuple[int, ...], swapped: bool, values: bool = True) -> Any:
+        order = (0, 2, 1, 3) if swapped else (0, 1, 2, 3)
+        t = torch.full([shape[i] for i in order], math.nan)
+        if values:
+            t.normal_(generator=generator)
+        return t.to(dtype).permute(order)
+
+    return {
+        "q": rows(d.q_shape, True),
+        "k": rows(d.k_shape, False),
+        "v": rows(d.v_shape, True),
+        "do": rows(d.o_shape, False),
+        "o": rows(d.o_shape, True, False),
+        "dq": rows(d.q_shape, False, False),
+        "dk": rows(d.k_shape, True, False),
+        "dv": rows(d.v_shape, False, False),
+        "lse": torch.full(d.lse_shape, math.nan),
+    }
+
+
+def wide(t: Any) -> Any:
+    return t.double().numpy()
+
+
+class Rows(triton_launch.Rows):
+    """What the kernels in Triton compute before and after, in NumPy: they do not run here."""
+
+    @classmethod
+    def before(cls, p: Any, a: Any, inputs: Any, fixed: bool) -> Any:
+        k, v, o, do = (wide(inputs[name]) for name in ("k", "v", "o", "do"))
+        lse = wide(a["lse"])
+        lse = np.where(lse == -np.inf, np.inf, lse / math.log(2))
+        norm = np.repeat(np.linalg.norm(v, axis=-1).max(-1), p.groups, 1)[..., None]
+        bound = 2.002 * np.linalg.norm(do, axis=-1) * norm
+        values = np.stack([lse, (o * do).sum(-1), 2.0 ** (30 - np.ceil(np.log2(bound)))]).astype(np.float32)
+        columns = np.abs(k).max(2)
+        bounds = np.concatenate([columns, columns[..., :1]], -1).astype(np.float32).view(np.int32)
+        integers = torch.zeros(p.batch, p.heads, p.lq, p.head_dim, dtype=torch.int32)
+        return cls(torch.from_numpy(values), torch.from_numpy(bounds), integers)
+
+    def write(self, p: Any, a: Any, dq: Any) -> None:
+        column = 2.0 ** np.ceil(np.log2(wide(self.bounds.view(torch.float32))[..., :-1]))
+        unit = np.repeat(column, p.groups, 1)[:, :, None, :] / wide(self.values)[2][..., None]
+        dq.copy_(torch.from_numpy(wide(self.integers) * unit * p.scale))
+
+
+@pytest.fixture
+def seeds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The launchers run in the emulation, on three processors, in an order of chance that a seed fixes."""
+    seeds = [0]
+    run = lambda self, *tensors: emulation.call(self, *tensors, seed=seeds[0])  # noqa: E731
+    monkeypatch.setattr(launch.BlockLauncher, "__call__", run)
+    monkeypatch.setattr(launch, "processors", lambda tensor: 3)
+    monkeypatch.setattr(launch.triton, "Rows", Rows)
+    monkeypatch.setattr(launch.faults, "after_launch", lambda device: None)
+    yield seeds
+
+
+def plain(d: Any, a: dict[str, Any]) -> dict[str, Any]:
+    """The same in PyTorch and the dtype of q, rounded after every step."""
+    q, k, v, do = (a[name] for name in ("q", "k", "v", "do"))
+    k, v = (t.repeat_interleave(d.groups, 1) for t in (k, v))
+    seen = torch.from_numpy(reference.visible(d.options, d.q_length, d.k_length))
+    s = (q @ k.mT * d.options.scale).masked_fill(~seen, -math.inf)
+    p = torch.softmax(s.float(), -1).nan_to_num(0.0).to(q.dtype)
+    ds = p * (do @ v.mT - (a["o"] * do).sum(-1, keepdim=True)) * d.options.scale
+    shape = (d.batch, d.kv_heads, d.groups, d.k_length, d.head_dim)
+    return {"o": p @ v, "dq": ds @ k, "dk": (ds.mT @ q).view(shape).sum(2), "dv": (p.mT @ do).view(shape).sum(2)}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_emulated_kernels_by_flash_attentions_rule(name: str, seeds: list[int]) -> None:
+    """The largest error is at most twice that of a plain computation in the same dtype."""
+    d = described(*PROBLEMS[name])
+    a = operands(d)
+    launch.forward(d, a)
+    inputs = [wide(a[n]) for n in ("q", "k", "v")]
+    o, lse = reference.oracle_attention(*inputs, d.options)
+    np.testing.assert_allclose(a["lse"], lse, rtol=1e-5, atol=1e-5)
+    launch.backward(d, a)
+    gradients = reference.oracle_attention_backward(wide(a["do"]), *inputs, d.options)
+    exact = {"o": o, **{n: getattr(gradients, n) for n in ("dq", "dk", "dv")}}
+    for n, found in plain(d, a).items():
+        error, least = (np.abs(wide(t) - exact[n]).max() for t in (a[n], found))
+        assert error <= 2 * least + 1e-5 * np.abs(exact[n]).max(), n
+
+
+def test_bits_depend_neither_on_the_batch_nor_on_the_order_of_events(seeds: list[int]) -> None:
+    d = described((2, 2, 1, 150, 300, 64), "bfloat16", CAUSAL)
+    a = operands(d)
+    launch.forward(d, a)
+    launch.backward(d, a)
+    seeds[0] = 1
+    again = operands(d)
+    launch.forward(d, again)
+    launch.backward(d, again)
+    alone = {n: t[1:].clone() for n, t in operands(d).items()}
+    launch.forward(replace(d, batch=1), alone)
+    launch.backward(replace(d, batch=1), alone)
+    for n, t in a.items():
+        assert torch.equal(t, again[n]), n
+        assert torch.equal(t[1:], alone[n]), n
+
+
+def test_emulation_finds_a_missing_wait(monkeypatch: pytest.MonkeyPatch, seeds: list[int]) -> None:
+    """The emulation would be worth nothing if it let such faults pass."""
+    monkeypatch.setattr(emulation.mbarrier, "wait", lambda barrier, phase, pred=True: None)
+    d = described(*PROBLEMS["lower right"])
+    a = operands(d)
+    with pytest.raises((AssertionError, TimeoutError)):
+        launch.forward(d, a)
+        np.testing.assert_allclose(a["lse"], reference.oracle_attention(*(wide(a[n]) for n in "qkv"), d.options)[1], 1e-5)
+
+
+# --- compilation -----------------------------------------------------------------------------------------------------
+def sass(kernel: Any) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(("head_dim", "dtype", "options"), [(128, "bfloat16", CAUSAL), (64, "float16", FULL)])
+def test_compiled_for_hopper(
+    head_dim: int, dtype: str, options: AttentionOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products stay asynchronous: where ptxas takes them one by one, it puts a wait behind each."""
+    monkeypatch.setattr(launch.triton, "Rows", Rows)
+    monkeypatch.setattr(launch.faults, "after_launch", lambda device: None)
+    d = described((1, 4, 2, 300, 500, head_dim), dtype, options)
+    a = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in operands(d).items()}
+
+    def call() -> None:
+        launch.forward(d, a)
+        launch.backward(d, a)
+
+    found = kernels_of("sm_90", call, launch)
+    assert sorted(found) == ["attention_backward_hopper", "attention_forward_hopper"]
+    for name, kernel in found.items():
+        needs, text = resources(kernel), sass(kernel)
+        assert needs["shared"] <= 227 * 1024
+        assert needs["stack"] <= 256
+        products, waits = text.count(" HGMMA"), text.count(" WARPGROUP.DEPBAR")
+        assert products > 100
+        assert waits < products / 4
+        assert (" UTMAREDG" in text) == ("backward" in name)
+        assert "RED.E.ADD.F32" not in text
+
+
+# --- what they take --------------------------------------------------------------------------------------------------
+REFUSED = {
+    "head dimension": ({"head_dim": 72, "v_dim": 72}, "72"),
+    "other of v": ({"v_dim": 64}, "128 and 64"),
+    "window": ({"options": AttentionOptions(window=(3, None))}, "a window"),
+    "softcap and dropout": ({"options": AttentionOptions(softcap=2.0, dropout_p=0.1)}, "a softcap, dropout"),
+    "bias": ({"bias_shape": (1, 1, 1, 200)}, "a bias"),
+    "mask": ({"mask_shape": (1, 1, 1, 200)}, "a mask"),
+    "segments": ({"segments": True}, "segment ids"),
+    "packed": ({"sequences": 2}, "packed sequences"),
+    "sinks": ({"sinks_dtype": "float32"}, "sinks"),
+    "scale": ({"options": AttentionOptions(scale=-0.1)}, "scale"),
+    "no keys": ({"k_length": 0}, "empty"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_a_reason(name: str) -> None:
+    fields, reason = REFUSED[name]
+    d = replace(described((1, 2, 1, 100, 200, 128), "bfloat16", CAUSAL), **fields).validated()
+    assert reason in (launch.supports(d) or "")
+
+
+def test_registered_before_triton_for_16_bits() -> None:
+    for operation in ("attention", "attention_backward"):
+        for dtype, names in (("bfloat16", ["hopper", "triton"]), ("float32", ["triton"])):
+            entries = [e for e in registry.kernels() if e[:3] == (operation, "cuda", dtype)]
+            assert [e.kernel.name for e in entries] == names
+
+
+def test_misaligned_operands_are_copied(seeds: list[int]) -> None:
+    d = described((1, 1, 1, 65, 70, 64), "bfloat16", FULL)
+    a = operands(d)
+    launch.forward(d, a)
+    odd = {n: torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape).copy_(t) for n, t in operands(d).items()}
+    odd["k"] = odd["k"].expand(d.k_shape)
+    launch.forward(d, odd)
+    assert torch.equal(odd["o"], a["o"])
+    assert torch.equal(odd["lse"], a["lse"])
