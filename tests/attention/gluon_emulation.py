@@ -194,6 +194,12 @@ class Launch:
 
     def bring(self) -> None:
         """Serve loads, in an order of chance."""
+        try:
+            self._serve()
+        except BaseException as error:
+            self.errors.append(error)
+
+    def _serve(self) -> None:
         waiting: list[Any] = []
         while True:
             try:

@@ -28,10 +28,10 @@ UPPER_LEFT = AttentionOptions(causal=True, alignment="upper_left", scale=0.2)
 PROBLEMS: dict[str, tuple[tuple[int, ...], str, AttentionOptions]] = {
     "one tile": ((1, 1, 1, 64, 128, 128), "bfloat16", FULL),
     "one row": ((2, 1, 1, 1, 130, 64), "float16", CAUSAL),
-    "lower right": ((1, 2, 1, 200, 333, 64), "bfloat16", CAUSAL),
+    "lower right": ((1, 2, 1, 200, 300, 64), "bfloat16", CAUSAL),
     "upper left": ((1, 2, 2, 250, 140, 128), "bfloat16", UPPER_LEFT),
     "rows without keys": ((1, 4, 2, 257, 130, 64), "float16", CAUSAL),
-    "full": ((2, 2, 1, 130, 260, 128), "float16", FULL),
+    "full": ((1, 2, 1, 70, 260, 128), "float16", FULL),
 }
 
 
@@ -133,7 +133,7 @@ def test_emulated_kernels_by_flash_attentions_rule(name: str, seeds: list[int]) 
 
 
 def test_bits_depend_neither_on_the_batch_nor_on_the_order_of_events(seeds: list[int]) -> None:
-    d = described((2, 2, 1, 150, 300, 64), "bfloat16", CAUSAL)
+    d = described((2, 1, 1, 130, 200, 64), "bfloat16", CAUSAL)
     a = operands(d)
     launch.forward(d, a)
     launch.backward(d, a)

@@ -61,15 +61,33 @@ def _tile(index, problem, CONSUMERS: gl.constexpr, KEYS: gl.constexpr, CAUSAL: g
 
 
 @gluon.jit
-def _limits(lines, row, n, problem, KEYS: gl.constexpr, CAUSAL: gl.constexpr):
-    """How many keys each row sees, and how many tiles of keys, but for the last, every row sees as a whole."""
+def _limits(lines, row, n, problem, KEYS: gl.constexpr, CAUSAL: gl.constexpr, SKIP: gl.constexpr):
+    """Of 64 rows: how many keys each sees; how many tiles of keys they see at all, and as a whole but for the last."""
     lq, lk, offset, heads, group, tiles, total, together = problem
     limit = lk + gl.zeros_like(lines)
     clear = lk
+    own = n
     if CAUSAL:
         limit = gl.minimum(limit, lines + (row + offset + 1))
         clear = gl.minimum(lk, row + offset + 1)
-    return limit, gl.minimum(gl.maximum(clear, 0) // KEYS, n - 1)
+        if SKIP:
+            own = gl.minimum(gl.maximum((row + (offset + 64 + KEYS - 1)) // KEYS, 1), n)
+    return limit, own, gl.minimum(gl.maximum(clear, 0) // KEYS, own - 1)
+
+
+@gluon.jit
+def _pass_over(step, count, barriers, STAGES: gl.constexpr):
+    """Let go of tiles of keys that these rows do not see, once they have come."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, next_full, next_empty = barriers
+    for _ in range(count):
+        at = step % STAGES
+        phase = step // STAGES & 1
+        mbarrier.wait(k_full.index(at), phase)
+        mbarrier.arrive(k_empty.index(at))
+        mbarrier.wait(v_full.index(at), phase)
+        mbarrier.arrive(v_empty.index(at))
+        step += 1
+    return step
 
 
 @gluon.jit
@@ -194,20 +212,23 @@ def _consume(
     index = gl.program_id(0)
     batch, head, first, n = _tile(index, problem, CONSUMERS, KEYS, CAUSAL)
     row = first + 64 * c
-    limit, clear = _limits(lines, row, n, problem, KEYS, CAUSAL)
+    limit, own, clear = _limits(lines, row, n, problem, KEYS, CAUSAL, not TURNS)
+    step = 0
+    if CAUSAL:
+        step = _pass_over(index * 0, n - own, barriers, STAGES)
+    n = own
     mbarrier.wait(q_full.index(c), 0)
-    mbarrier.wait(k_full.index(0), 0)
+    mbarrier.wait(k_full.index(step % STAGES), step // STAGES & 1)
     if TURNS:
         _wait_turn(c)
-    s = _scores(q_smem.index(c).reshape([64, D]), k_smem.index(0), s_layout)
+    s = _scores(q_smem.index(c).reshape([64, D]), k_smem.index(step % STAGES), s_layout)
     if TURNS:
         _pass_turn((c + 1) % CONSUMERS)
     s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(k_empty.index(0))
+    mbarrier.arrive(k_empty.index(step % STAGES))
     mbarrier.arrive(q_empty.index(c), pred=n == 1)
     w, highest, weights, _ = _weigh(s, none, nothing, scale, limit, columns + (n - 1) * KEYS, True)
     p = steps.packed(w, dtype)
-    step = 0
     turn = 0
     while index < total:
         last = step + n
@@ -241,6 +262,12 @@ def _consume(
         at = step % STAGES
         phase = step // STAGES & 1
         step += 1
+        batch, head, first, n = _tile(gl.minimum(index, total - 1), problem, CONSUMERS, KEYS, CAUSAL)
+        row = first + 64 * c
+        limit, own, clear = _limits(lines, row, n, problem, KEYS, CAUSAL, not TURNS)
+        if CAUSAL:
+            step = _pass_over(step, gl.where(more, n - own, 0), barriers, STAGES)
+        n = own
         after = step % STAGES
         mbarrier.wait(v_full.index(at), phase)
         mbarrier.wait(q_full.index(slot), turn >> 1 & 1, pred=more)
@@ -254,9 +281,6 @@ def _consume(
             _pass_turn((c + 1) % CONSUMERS)
         # The branches of this wait and the next, which have nothing to wait for, keep arithmetic where it is written.
         mbarrier.wait(v_full.index(at), phase)
-        batch, head, first, n = _tile(gl.minimum(index, total - 1), problem, CONSUMERS, KEYS, CAUSAL)
-        row = first + 64 * c
-        limit, clear = _limits(lines, row, n, problem, KEYS, CAUSAL)
         empty = weights == 0.0
         log2 = highest * scale + gl.log2(gl.where(empty, 1.0, weights))
         lse = gl.where(empty, float("-inf"), log2 * 0.6931471805599453)
