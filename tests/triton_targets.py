@@ -112,10 +112,9 @@ def kernels_of(target: str, call: Callable[[], Any], *modules: Any) -> dict[str,
     found: dict[str, Any] = {}
 
     def record(self: Launcher, *tensors: Any, numbers: Any = ()) -> None:
-        specification = self._specification
-        found[self._kernel.__name__] = compiled(
-            target, self._kernel, self.given(tensors) if hasattr(self, "given") else tensors, specification.tail, specification.options, numbers
-        )
+        tail, options = self._specification.tail, self._specification.options
+        given = self.given(tensors) if hasattr(self, "given") else tensors
+        found[self._kernel.__name__] = compiled(target, self._kernel, given, tail, options, numbers)
 
     patches = [mock.patch.object(Launcher, "__call__", record)]
     for module in modules:

@@ -143,7 +143,8 @@ class Product:
 
     def compute(self) -> None:
         a = self.a.array if isinstance(self.a, Memory) else self.a
-        value = np.asarray(a).astype(np.float32) @ self.b.array.astype(np.float32)
+        # not by BLAS, whose own threads would be in the way of these
+        value = np.einsum("ik,kj->ij", np.asarray(a).astype(np.float32), self.b.array.astype(np.float32))
         if self.acc is not None:
             value = value + np.asarray(self.acc.value if isinstance(self.acc, Product) else self.acc)
         self.value = _tensor(value)
