@@ -17,7 +17,8 @@ CASES = {
     "smooth": (11, 57),
     "probabilities": (11, 57),
     "faults": (6, 6),
-    "linear": (9, 18),
+    "parts": (24, 48),
+    "linear": (30, 60),
     "reductions": (31, 31),
 }
 
@@ -55,9 +56,29 @@ def test_other_architectures(operation, name, target):
     check_compiled(operation, name, target)
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "weighted": True}], ids=["plain", "smoothed"])
+def test_some_classes_alone(options, target):
+    check_resources(compile_for(target, "cross_entropy_backward", (8192, 4008), "bfloat16", part=True, **options))
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_gradient_and_state_at_once(target):
+    compiled = compile_for(target, "cross_entropy_gradient", (1024, 128_256), "bfloat16", state=True)
+    staged = target in ("sm_90", "sm_100")
+    assert compiled.metadata.name == ("gradient_staged" if staged else "forward")
+    check_resources(compiled)
+    if staged:
+        assert resources(compiled)["stack"] == 0
+
+
 def check_compiled(operation, name, target):
     dtype, shape, axis, options = PROBLEMS[name]
-    needs = resources(compile_for(target, operation, shape, dtype, axis, **options))
+    check_resources(compile_for(target, operation, shape, dtype, axis, **options))
+
+
+def check_resources(compiled):
+    needs = resources(compiled)
     assert needs["stack"] <= 64
     assert needs["registers"] <= 255
     assert needs["shared"] <= 64 * 1024
