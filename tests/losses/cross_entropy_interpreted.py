@@ -26,6 +26,7 @@ from interpreter_patches import few, report
 import isograd as ig
 from isograd.losses import cross_entropy_cuda, linear_bounds, linear_reference, linear_torch
 from isograd.losses import cross_entropy_reference as reference
+from isograd.losses.linear_torch import Pieces
 from isograd.losses.triton_cross_entropy_launch import cross_entropy, cross_entropy_backward_in_part
 from isograd.softmax.triton_launch import Configuration
 
@@ -168,13 +169,13 @@ def parts() -> Iterator[Case]:
     ig.check()
 
 
-# (rows, features, classes, chunk): slabs that are computed again, and those where dweight can keep nothing
+# (rows, features, classes, pieces): slabs that are computed again, and those where dweight can keep nothing
 LINEAR = {
-    (5, 4, 9, 0): (0, 0),  # one piece
-    (5, 4, 40, 2): (2, 3),  # one of three slabs kept beside the chunk
-    (3, 9, 40, 1): (0, 3),  # all of them; dweight is written from its end
-    (6, 2, 48, 2): (2, 3),  # one of three; the chunk lies elsewhere
-    (6, 3, 40, 3): (2, 2),  # none of two
+    (5, 4, 9, Pieces(5, 9)): (0, 0),
+    (5, 4, 40, Pieces(2, 16)): (2, 3),  # one of three slabs is kept beside the chunk
+    (3, 9, 40, Pieces(1, 16)): (0, 3),  # all of them; dweight is written from its end
+    (6, 3, 40, Pieces(4, 16)): (2, 3),  # one of three; the chunk is longer than dweight
+    (6, 3, 40, Pieces(3, 24)): (2, 2),  # the chunk is all of dweight
 }
 
 
@@ -182,7 +183,7 @@ def linear() -> Iterator[Case]:
     """The products are torch's on the CPU here; small integers make them exact, so the reference's bits are due."""
     rng = np.random.default_rng(62)
     for dtype, shape, full in few(2, ("float32", "bfloat16", "float64"), list(LINEAR), (False, True)):
-        rows, features, classes, chunk = shape
+        rows, features, classes, size = shape
         of, wide = NUMPY[dtype], np.float64 if dtype == "float64" else np.float32
         hidden, weight = (rng.integers(-2, 3, (n, features)).astype(of) for n in (rows, classes))
         inputs = {"hidden": hidden, "weight": weight, "targets": rng.integers(0, classes, rows)}
@@ -194,14 +195,14 @@ def linear() -> Iterator[Case]:
             }
         g = rng.standard_normal(rows).astype(wide)
         options = {"label_smoothing": 0.1, "z_loss": 1e-2} if full else {}
-        fields = (*shape[:3], dtype, "int64", full, full, -100, *(options.values() or (0.0, 0.0)), chunk)
+        fields = (*shape[:3], dtype, "int64", full, full, -100, *(options.values() or (0.0, 0.0)))
         given = {name: to_torch(a) for name, a in inputs.items()}
         both = ig.LinearCrossEntropyGradientDescriptor(*fields).validated()
         empty = {o.name: torch.full(o.shape, 7, dtype=getattr(torch, o.dtype)) for o in both.operands() if o.output}
         losses = torch.full_like(empty["losses"], 7)
-        linear_torch.linear_cross_entropy(
-            ig.LinearCrossEntropyDescriptor(*fields).validated(), given | {"losses": losses}
-        )
+        forward = ig.LinearCrossEntropyDescriptor(*fields).validated()
+        with mock.patch.object(linear_torch, "pieces", return_value=size):
+            linear_torch.linear_cross_entropy(forward, given | {"losses": losses})
         expected = linear_reference.linear_cross_entropy_gradient(g, **inputs, **options)
         bounds = linear_bounds.error_bound("linear_cross_entropy_gradient", linear_bounds.accumulated)(
             dlosses=g, **inputs, **options
@@ -210,9 +211,12 @@ def linear() -> Iterator[Case]:
         # In dweight of other strides nothing is kept.
         strided = empty | {"dweight": torch.full((features, classes), 7, dtype=empty["dweight"].dtype).t()}
         for out, again in zip((empty, strided), LINEAR[shape], strict=True):
-            with mock.patch.object(
-                linear_torch, "cross_entropy_backward_in_part", wraps=cross_entropy_backward_in_part
-            ) as patched:  # fmt: skip
+            with (
+                mock.patch.object(linear_torch, "pieces", return_value=size),
+                mock.patch.object(
+                    linear_torch, "cross_entropy_backward_in_part", wraps=cross_entropy_backward_in_part
+                ) as patched,
+            ):
                 linear_torch.linear_cross_entropy(both, given | {"dlosses": to_torch(g)} | out)
             exact = [patched.call_count == again]
             exact += [raw(to_numpy(losses)) == raw(expected[0]), raw(to_numpy(out["losses"])) == raw(expected[0])]

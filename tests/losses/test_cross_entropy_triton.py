@@ -10,6 +10,9 @@ pytest.importorskip("triton", reason="needs triton")
 from cross_entropy_compiled import KINDS, compile_for, kernel_for
 from triton_targets import resources
 
+import isograd as ig
+from isograd.losses.linear_torch import pieces
+
 SCRIPT = Path(__file__).parent / "cross_entropy_interpreted.py"
 # suite: its cases, and those of an exhaustive run
 CASES = {
@@ -29,6 +32,32 @@ def test_interpreter_returns_the_bits_of_the_reference(interpret, suite, exhaust
     found, which = interpret(SCRIPT, *CASES, exhaustive=exhaustive)
     assert suite in found, which
     assert found[suite] == (CASES[suite][exhaustive], 0), which
+
+
+@pytest.mark.parametrize(
+    ("rows", "features", "classes", "chunk", "expected"),
+    [
+        # As many logits as hidden has elements, at most; dhidden of a chunk is 4 * 2^20 elements, or dweight is full.
+        (8192, 4096, 128_256, 0, (1024, 4008)),
+        (8192, 2048, 32_000, 0, (2048, 2000)),
+        (8192, 1024, 32_000, 0, (1024, 1000)),
+        (8192, 5120, 128_256, 0, (768, 4936)),
+        (512, 4096, 128_256, 0, (512, 8016)),
+        (8192, 64, 128_256, 0, (256, 512)),
+        (200, 64, 500, 0, (200, 500)),
+        (0, 64, 500, 0, (1, 500)),
+        (8192, 4096, 128_256, 256, (256, 4008)),
+        (5, 4, 40, 2, (2, 16)),
+        (5, 4, 40, 100, (5, 40)),
+        (0, 4, 40, 3, (1, 40)),
+    ],
+)
+def test_what_linear_cross_entropy_holds(rows, features, classes, chunk, expected):
+    fields = (rows, features, classes, "bfloat16")
+    assert pieces(ig.LinearCrossEntropyGradientDescriptor(*fields, chunk=chunk)) == expected
+    forward = pieces(ig.LinearCrossEntropyDescriptor(*fields, chunk=chunk))
+    assert forward.classes == expected[1]
+    assert forward.rows * classes <= max(rows * expected[1], 256 * classes, classes)
 
 
 # dtype, shape, axis, options: rows that a program holds, rows in passes, lanes, dense targets

@@ -15,15 +15,15 @@ import torch
 from isograd import faults
 from isograd.losses.cross_entropy_plans import CrossEntropyGradientDescriptor
 from isograd.losses.cross_entropy_reference import STATE
-from isograd.losses.linear_plans import _Linear
+from isograd.losses.linear_plans import LinearCrossEntropyGradientDescriptor, _Linear
 from isograd.losses.triton_cross_entropy_launch import (
     cross_entropy,
     cross_entropy_backward_in_part,
     report_targets,
 )
-from isograd.triton_launcher import power_of_two
 
-_ROWS = 256  # that keep a product busy
+_ROWS = 256  # that keep a product busy which has as many columns as there are classes
+_TILES = 1 << 22  # elements of dhidden, of 128 by 256 each, that keep all processors of a large GPU busy
 _LOGITS = 1 << 22  # fewer are not worth a product of their own
 _ALIGNED = 8  # classes: products are slower where a row does not start at 16 bytes
 
@@ -38,18 +38,23 @@ class Pieces(NamedTuple):
 def pieces(descriptor: _Linear) -> Pieces:
     """What is held at a time.
 
-    A slab has as many classes as there are features and so takes as much memory as hidden; one slab is taken in one
-    piece. Else a chunk has at least a quarter as many rows as there are features: fewer would read the weight, or write
-    dhidden, for too little work. It takes a quarter of the memory of dweight, where it lies.
+    A slab has as many classes as there are features, and so takes as much memory as hidden. If that is all classes,
+    everything is one piece. Else a chunk has the rows that keep the product for dhidden busy, as far as they fit
+    dweight. Without gradients, where it cannot lie there, it takes what a slab would.
     """
     rows, features, classes = descriptor.rows, descriptor.features, descriptor.classes
     if descriptor.chunk:
-        chunk = max(min(descriptor.chunk, rows), 1)
+        chunk = descriptor.chunk
         slabs = max(-(-rows // chunk), 1)
     else:
         slabs = -(-classes // max(features, _LOGITS // max(rows, 1)))
-        chunk = max(rows if slabs == 1 else min(max(_ROWS, power_of_two(features) // 4), rows), 1)
-    return Pieces(chunk, min(-(-classes // (slabs * _ALIGNED)) * _ALIGNED, classes))
+        if slabs == 1:
+            chunk = rows
+        elif isinstance(descriptor, LinearCrossEntropyGradientDescriptor):
+            chunk = max(min(_TILES // max(features, 1) // 128 * 128, features), _ROWS)
+        else:
+            chunk = max(rows // slabs // 128 * 128, _ROWS)
+    return Pieces(max(min(chunk, rows), 1), min(-(-classes // (slabs * _ALIGNED)) * _ALIGNED, classes))
 
 
 def linear_cross_entropy(descriptor: _Linear, arguments: Mapping[str, Any]) -> None:
@@ -77,7 +82,7 @@ class _Problem:
         nothing = self._hidden.new_empty(0)
         if self._gradient and self._size.classes < classes and self._arguments["dweight"].is_contiguous():
             kept = self._arguments["dweight"].view(-1)
-            if chunk < features:
+            if chunk <= features:
                 first = (features - chunk) * classes
                 return kept[first:].view(chunk, classes), kept[:first]
             nothing = kept
