@@ -24,7 +24,6 @@ class Specification(NamedTuple):
     programs: int
     warps: int = 4
     stages: int | None = None
-    registers: int | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -32,8 +31,6 @@ class Specification(NamedTuple):
         options: dict[str, Any] = {"num_warps": self.warps, "enable_fp_fusion": False}
         if self.stages is not None:
             options["num_stages"] = self.stages
-        if self.registers is not None:
-            options["maxnreg"] = self.registers
         return options
 
 
