@@ -20,6 +20,7 @@ try:
 except ImportError as error:
     raise ImportError("isograd.torch needs PyTorch, which is not installed: pip install 'isograd[torch]'") from error
 
+from isograd.torch.attention import attention, scaled_dot_product_attention
 from isograd.torch.functional import log_softmax, log_softmax_backward, softmax, softmax_backward
 from isograd.torch.indexing import embedding, gather, index_add, index_select, scatter_add, take_along_dim, topk
 from isograd.torch.losses import (
@@ -49,6 +50,7 @@ __all__ = [
     "Report",
     "Softmax",
     "Switch",
+    "attention",
     "cross_entropy",
     "distillation_loss",
     "embedding",
@@ -67,6 +69,7 @@ __all__ = [
     "moe_permute",
     "moe_router",
     "router_z_loss",
+    "scaled_dot_product_attention",
     "scatter_add",
     "softmax",
     "softmax_backward",
