@@ -105,7 +105,7 @@ def _product(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
 
 def _keep(x: Operands, options: AttentionOptions, at: _Places) -> Tensor:
     """[.., Lq, Lk]: 1 / (1 - p) where dropout keeps a probability, else 0; `isograd.attention.reference.kept`."""
-    assert x.seed is not None  # noqa: S101
+    assert x.seed is not None
     heads = x.q.shape[1]
     number = at.q_sequence * heads + torch.arange(heads, device=x.q.device)[:, None, None]
     c0, c1, c2, c3 = torch.broadcast_tensors(at.j >> 2, at.i, number & _MASK, torch.full_like(at.j, DROPOUT_WORD))

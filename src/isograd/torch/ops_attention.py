@@ -428,7 +428,7 @@ def _batch_backward(
     end = _BEFORE + _FOLDED
     places = [*range(BackwardCall._fields.index("dbias")), *range(_BEFORE, end)]
     folded = _folded(size, tuple([dims[i] for i in places]), tuple([args[i] for i in places]))
-    before, rest = folded[: -_FOLDED], folded[-_FOLDED :]
+    before, rest = folded[:-_FOLDED], folded[-_FOLDED:]
     dq, dk, dv, *none = op(*before, given.dbias, given.dsinks, *rest, *args[end:])
     return (*[g.unflatten(0, (size, -1)) for g in (dq, dk, dv)], *none), (0, 0, 0, None, None)
 
@@ -442,8 +442,8 @@ def _autocast(device: str, *args: Any) -> tuple[Tensor, Tensor]:
             return tensor
         return tensor.to(target) if tensor.is_floating_point() else tensor
 
-    rows = {name: cast(getattr(call, name)) for name in ("q", "k", "v")}
-    extra = {name: cast(getattr(call, name), torch.float32) for name in ("bias", "sinks")}
+    rows: Any = {name: cast(getattr(call, name)) for name in ("q", "k", "v")}
+    extra: Any = {name: cast(getattr(call, name), torch.float32) for name in ("bias", "sinks")}
     return ATTENTION(*call._replace(**rows, **extra))  # type: ignore[no-any-return]
 
 

@@ -7,20 +7,19 @@ import torch
 from torch import Tensor
 
 from isograd.attention import problem
+from isograd.attention.descriptors import DIM_STEP, LEAST_DIM
 from isograd.attention.options import AttentionOptions, Window
 from isograd.errors import InvalidProblemError, UnsupportedError
 from isograd.losses.promises import checked_integer
 from isograd.torch.indexing import enter
-from isograd.torch.ops_attention import ATTENTION, LEAST_DIM
+from isograd.torch.ops_attention import ATTENTION
 from isograd.torch.tensors import require_dense, require_tensor
-
-_STEP = 8
 
 
 def _padded(x: Tensor) -> Tensor:
     """Zeros behind a head dimension that no kernel has; they change no score and no value."""
     size = x.shape[-1]
-    missing = max(LEAST_DIM, -(-size // _STEP) * _STEP) - size
+    missing = max(LEAST_DIM, -(-size // DIM_STEP) * DIM_STEP) - size
     return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
@@ -32,7 +31,7 @@ def _drawn() -> Tensor:
 def _attend(
     name: str, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *extra: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """o and lse of [B, H, L, D]; extra: the operator's tensors from bias to seed."""
+    """The operator on [B, H, L, D]; extra: its tensors from bias to seed."""
     head_dim, v_dim = q.shape[-1], v.shape[-1]
     if k.shape[-1] != head_dim:
         raise InvalidProblemError(
@@ -58,8 +57,8 @@ def _seed(name: str, dropout_p: float, seed: int | None, device: torch.device) -
         return torch.tensor(word - (1 << 64) if word >> 63 else word)
     if device.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
-            f"{name}: a seed for dropout is drawn while a CUDA graph is captured, which would repeat it at every replay; "
-            "accepted: a seed of your own"
+            f"{name}: a seed for dropout is drawn while a CUDA graph is captured, which would repeat it at every "
+            "replay; accepted: a seed of your own"
         )
     return _drawn()
 
@@ -142,7 +141,7 @@ _SDPA = "scaled_dot_product_attention"
 
 def _broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     try:
-        return tuple(torch.broadcast_shapes(*shapes))
+        return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
     except RuntimeError:
         raise InvalidProblemError(
             f"{_SDPA}: the axes before the last two are {', '.join(str(tuple(s)) for s in shapes)} for query, key and "
@@ -151,7 +150,7 @@ def _broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _four_axes(x: Tensor, lead: tuple[int, ...]) -> Tensor:
-    """x [..., L, D], broadcast to the leading axes, as [B, H, L, D]."""
+    """[..., L, D], broadcast to the leading axes, as [B, H, L, D]."""
     lead = (1,) * (2 - len(lead)) + lead
     return x.expand(*lead, *x.shape[-2:]).reshape(math.prod(lead[:-1]), lead[-1], *x.shape[-2:])
 
@@ -186,13 +185,13 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`: `softmax(scale · q kᵀ + mask) v`.
 
-    query: [..., H, L, E], key: [..., H, S, E], value: [..., H, S, Ev], of any rank from 2, whose leading axes broadcast;
+    query: [..., H, L, E], key: [..., H, S, E], value: [..., H, S, Ev], of any rank from 2, leading axes broadcast;
     float16, bfloat16, float32 or float64 (on the CPU), E and Ev to 256. With enable_gqa each head of key and value
     serves as many heads of query, which must be a multiple of them. attn_mask: boolean, True for keys that take part,
     or added to the scores, of query's dtype or float32; of any shape that broadcasts to [..., H, L, S]; broadcast axes
-    take no memory and an additive mask has a gradient. is_causal: query i sees keys 0 to i (aligned to the upper left),
-    and of those the ones that the mask lets through. scale: 1 / sqrt(E) by default. dropout_p: below 1, with a seed from
-    torch's generator on the CPU, for which see `attention`; torch's own generators give other patterns.
+    take no memory and an additive mask has a gradient. is_causal: query i sees keys 0 to i, aligned to the upper left,
+    and of those the ones that the mask lets through. scale: 1 / sqrt(E) by default. dropout_p: below 1; the seed is
+    drawn as by `attention`, and which probabilities it drops is isograd's choice, not torch's.
 
     A query that sees no key gives 0 and no gradient, where torch gives 0 or NaN depending on its backend. Sizes of E
     and Ev that are no multiple of 8 or below 16 are padded with zeros. Under autocast as torch's; derivatives, vmap and
