@@ -87,13 +87,12 @@ def check_values() -> int:
                 return [o, *torch.autograd.grad(o, (q, k, v), a["do"].to(dtype))]
 
             exact, usual = plain(torch.float64), plain(torch.bfloat16)
-            for fixed in (False, True):
-                case.backward(tiles.backward(head_dim, head_dim, 2, 90)._replace(fixed=fixed))
-                for name, x, y in zip(("o", "dq", "dk", "dv"), exact, usual, strict=True):
-                    error, other = (float((t.double() - x).abs().max()) for t in (a[name], y))
-                    if not error <= 2 * other:
-                        raise SystemExit(f"{name} {head_dim} {length} {causal} {fixed}: {error} beside {other}")
-                    count += 1
+            case.backward()
+            for name, x, y in zip(("o", "dq", "dk", "dv"), exact, usual, strict=True):
+                error, other = (float((t.double() - x).detach().abs().max()) for t in (a[name], y))
+                if not error <= 2 * other:
+                    raise SystemExit(f"{name} {head_dim} {length} {causal}: {error} beside {other}")
+                count += 1
     return count
 
 
@@ -133,11 +132,8 @@ def torch_calls(case: Case, backend: Any, strict: bool) -> tuple[Call, Call]:
 
 def calls_of(case: Case) -> tuple[dict[str, Call], dict[str, Call]]:
     """Everybody's forward and backward passes."""
-    rule = tiles.backward(case.descriptor.head_dim, case.descriptor.v_dim, 2, launch.architecture(case.arguments["q"]))
-    forward: dict[str, Call] = {"isograd": case.forward}
-    backward: dict[str, Call] = {"isograd": case.backward}
-    for fixed, name in ((False, "isograd, dQ recomputed"), (True, "isograd, dQ in integers")):
-        backward[name] = lambda fixed=fixed: case.backward(rule._replace(fixed=fixed))
+    forward: dict[str, Call] = {"isograd, Triton": case.forward}
+    backward: dict[str, Call] = {"isograd, Triton": case.backward}
     for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
         for strict in (False, True):
             label = f"torch {name}{', deterministic' if strict else ''}"
@@ -197,29 +193,19 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
 
 
 # --- tiles -----------------------------------------------------------------------------------------------------------
-def forward_candidates(head_dim: int) -> list[tiles.Tile]:
-    shapes = [(128, 128, 8), (128, 64, 8), (128, 64, 4), (64, 128, 4), (64, 64, 4), (128, 128, 4)]
-    each = [(*shape, stages) for shape in shapes for stages in (2, 3, 4) if fits(head_dim, *shape, stages, 1)]
-    return [tiles.Tile(*tile, overlap) for tile in each for overlap in (False, True)]
-
-
-def key_candidates(head_dim: int) -> list[tiles.Tile]:
-    shapes = [(64, 128, 8), (64, 128, 4), (128, 128, 8), (64, 64, 4), (128, 64, 8), (64, 64, 8), (128, 64, 4)]
-    return [tiles.Tile(*shape, stages) for shape in shapes for stages in (1, 2, 3) if fits(head_dim, *shape, stages, 2)]
-
-
-def query_candidates(head_dim: int) -> list[tiles.Tile]:
-    shapes = [(128, 64, 8), (128, 128, 8), (64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 32, 4)]
-    return [tiles.Tile(*shape, stages) for shape in shapes for stages in (2, 3, 4) if fits(head_dim, *shape, stages, 1)]
-
-
-def fits(head_dim: int, queries: int, keys: int, warps: int, stages: int, kind: int) -> bool:
-    """Whether a tile has a chance of fitting shared memory and registers."""
-    moving = keys if kind == 1 else queries
-    held = queries if kind == 1 else 2 * keys
-    shared = 2 * head_dim * (held + 2 * stages * moving)
-    accumulators = (queries if kind == 1 else 2 * keys) * head_dim + (kind + 0.5) * queries * keys
-    return shared <= 225 << 10 and accumulators <= warps * 32 * 260
+# (queries, keys, warps, stages) that are worth a try; the rules in `triton_tiles` are the best of them.
+FORWARD = {
+    64: [(64, 128, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 128, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3)],
+    128: [(64, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 2), (128, 128, 8, 3), (128, 64, 8, 3), (64, 128, 4, 3)],
+}
+OVER_KEYS = {
+    64: [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 3), (128, 128, 8, 2), (128, 64, 4, 2), (32, 64, 4, 3)],
+    128: [(64, 64, 4, 2), (64, 128, 8, 2), (64, 128, 8, 3), (32, 64, 4, 3), (32, 64, 4, 2)],
+}
+OVER_QUERIES = {
+    64: [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 3), (64, 128, 4, 3), (128, 64, 8, 3)],
+    128: [(128, 64, 8, 3), (64, 64, 4, 2), (128, 32, 4, 3), (128, 128, 8, 2), (64, 128, 4, 3)],
+}
 
 
 def recorded(call: Call) -> dict[str, Call]:
@@ -244,42 +230,42 @@ def _found(calls: dict[tuple[str, Any], Call], what: str, tile: Any, kernel: str
         console.print(f"  {what} {tile}: {error!r}"[:160])
 
 
+def candidates(case: Case) -> dict[tuple[str, Any], Call]:
+    """The launch of every kernel with every tile."""
+    head_dim = case.descriptor.head_dim
+    rule = tiles.backward(head_dim, head_dim, 2, launch.architecture(case.arguments["q"]))
+    calls: dict[tuple[str, Any], Call] = {}
+    for tile in map(tiles.Tile._make, FORWARD[head_dim]):
+        _found(calls, "forward", tile, "attention_forward", lambda t=tile: case.forward(t))
+    for tile in map(tiles.Tile._make, OVER_KEYS[head_dim]):
+        config = rule._replace(over_keys=tile)
+        _found(calls, "keys", tile, "attention_backward_keys", lambda c=config: case.backward(c))
+    for tile in map(tiles.Tile._make, OVER_QUERIES[head_dim]):
+        config = rule._replace(over_queries=tile)
+        _found(calls, "queries", tile, "attention_backward_queries", lambda c=config: case.backward(c))
+    calls["rows", None] = recorded(case.backward)["attention_rows"]
+    return calls
+
+
 def explore(problems: list[Problem], rounds: int) -> list[dict[str, Any]]:
     """Time candidates for each kernel's tiles."""
     results = []
     with Progress(console=console) as progress:
         task = progress.add_task("tiles", total=len(problems))
         for problem in problems:
-            case, head_dim = Case(*problem), problem[0]
-            rule = tiles.backward(head_dim, head_dim, 2, 90)
-            calls: dict[tuple[str, Any], Call] = {}
-            for tile in forward_candidates(head_dim):
-                _found(calls, "forward", tile, "attention_forward", lambda t=tile: case.forward(t))
-            for tile in key_candidates(head_dim):
-                for fixed in (False, True):
-                    config = rule._replace(over_keys=tile, fixed=fixed)
-                    what = "keys, dQ in integers" if fixed else "keys"
-                    _found(calls, what, tile, "attention_backward_keys", lambda c=config: case.backward(c))
-            for tile in query_candidates(head_dim):
-                config = rule._replace(over_queries=tile, fixed=False)
-                _found(calls, "queries", tile, "attention_backward_queries", lambda c=config: case.backward(c))
-            whole = recorded(lambda: case.backward(rule._replace(fixed=True)))
-            for name in ("attention_bounds", "attention_rows", "fixed_to_float"):
-                calls[name, "-"] = whole[name]
-            integers = torch.zeros(case.arguments["q"].shape, dtype=torch.int32, device="cuda")
-            calls["zeros", "-"] = integers.zero_
+            calls = candidates(Case(*problem))
             names = {f"{what} {tile}": (what, tile) for what, tile in calls}
             times = device_times.measure({name: calls[key] for name, key in names.items()}, rounds, 0.0)
             table = Table("kernel", "tile", "ms", "TFLOP/s", title=str(problem))
             for name, ms in sorted(times.items(), key=lambda item: (names[item[0]][0], item[1])):
                 what, tile = names[name]
-                share = {"forward": 1.0, "queries": 1.5}.get(what, 2.5 if "integers" in what else 2.0)
-                rate = teraflops(problem, ms, False) * share if tile != "-" else 0.0
-                shown = tuple(tile) if tile != "-" else "-"
-                table.add_row(what, str(shown), f"{ms:.3f}", f"{rate:.0f}" if rate else "")
-                results.append({"problem": problem, "kernel": what, "tile": shown, "ms": ms, "teraflops": rate})
+                products = {"forward": 2, "keys": 4, "queries": 3}.get(what, 0)
+                rate = teraflops(problem, ms, False) * products / 2
+                shown = str(tuple(tile)) if tile else ""
+                table.add_row(what, shown, f"{ms:.3f}", f"{rate:.0f}" if rate else "")
+                results.append({"problem": problem, "kernel": what, "tile": tile, "ms": ms, "teraflops": rate})
             console.print(table)
-            del case, calls, whole, integers
+            del calls
             torch.cuda.empty_cache()
             progress.advance(task)
     return results
@@ -287,7 +273,7 @@ def explore(problems: list[Problem], rounds: int) -> list[dict[str, Any]]:
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 def memory() -> dict[str, float]:
-    """Peak memory of forward and backward beside operands and the integers of dQ, in one head of 131,072 rows."""
+    """Peak memory of forward and backward beside operands and 32 bits for each element of dQ: 131,072 rows, a head."""
     case = Case(128, 131_072, True, batch=1, heads=1)
     case.backward()
     torch.cuda.synchronize()

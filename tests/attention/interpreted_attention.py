@@ -23,6 +23,8 @@ from interpreter_patches import few, report
 from isograd import faults as fault_flags
 from isograd.attention import bounds, reference
 from isograd.attention import triton_launch as launch
+from isograd.attention import triton_problem as problem
+from isograd.attention import triton_rows_launch as rows_launch
 from isograd.attention import triton_tiles as tiles
 from isograd.attention.descriptors import AttentionBackwardDescriptor, AttentionDeltaDescriptor
 from isograd.attention.options import AttentionOptions
@@ -63,7 +65,6 @@ class Case(NamedTuple):
     arrays: dict[str, Any]
     options: AttentionOptions
     extra: dict[str, Any]
-    fixed: bool = False
 
     @property
     def dtype(self) -> str:
@@ -135,11 +136,10 @@ def unaligned(t: torch.Tensor) -> torch.Tensor:
     return torch.cat([t, t[..., :1]], -1)[..., :-1]
 
 
-def compute(case: Case, change: Any = lambda t: t, tile: tiles.Tile | None = None) -> dict[str, Any]:
-    """o, lse and the gradients as arrays; `change` gives the rows other strides."""
+def described(case: Case) -> AttentionBackwardDescriptor:
     a, e = case.arrays, case.extra
     q, k, v = (a[name] for name in "qkv")
-    descriptor = AttentionBackwardDescriptor(
+    return AttentionBackwardDescriptor(
         *q.shape[:2],
         k.shape[1],
         q.shape[2],
@@ -157,43 +157,30 @@ def compute(case: Case, change: Any = lambda t: t, tile: tiles.Tile | None = Non
         dbias="bias" in e,
         dsinks="sinks" in e,
     ).validated()
-    given = {name: change(to_torch(x)) for name, x in a.items()}
-    given |= {name: to_torch(x) for name, x in e.items()}
-    given |= {"o": change(torch.full_like(given["do"], 7)), "lse": torch.full(q.shape[:3], 7.0)}
+
+
+def compute(case: Case, change: Any = lambda t: t, tile: tiles.Tile | None = None) -> dict[str, Any]:
+    """o, lse and the gradients as arrays; `change` gives the rows other strides."""
+    descriptor = described(case)
+    given = {name: change(to_torch(x)) for name, x in case.arrays.items()}
+    given |= {name: to_torch(x) for name, x in case.extra.items()}
+    given |= {"o": change(torch.full_like(given["do"], 7)), "lse": torch.full(descriptor.lse_shape, 7.0)}
     launch.forward(descriptor, given, tile)
     for name in ("q", "k", "v", "bias", "sinks"):
         if name in given:
             given["d" + name] = change(torch.full_like(given[name], 7))
-    size = q.dtype.itemsize
-    rule = tiles.backward(q.shape[3], v.shape[3], size, 0)._replace(fixed=case.fixed)
-    if tile is not None:
-        rule = tiles.BackwardTiles(tile, tile, case.fixed)
-    launch.backward(descriptor, given, rule)
+    launch.backward(descriptor, given, None if tile is None else tiles.BackwardTiles(tile, tile))
     names = [name for name in ("o", "lse", *NAMES) if name in given]
     return {name: to_numpy(given[name]) for name in names}
 
 
-def fixed_error(case: Case, tile: int) -> Any:
-    """How far integers may put dq off: half a quantum for every tile of keys that has a part of the row."""
-    a, options = case.arrays, case.options.validated("attention", case.arrays["q"].shape[-1])
-    q, k, v, do = (a[name].astype(np.float64) for name in ("q", "k", "v", "do"))
-    groups = q.shape[1] // k.shape[1]
-    largest = np.repeat(np.sqrt((v * v).sum(-1)).max(-1), groups, 1)
-    rows = 2 * np.sqrt((do * do).sum(-1)) * largest[..., None] * options.dropout_factor
-    rows = np.maximum(rows + np.abs(case.extra.get("dlse", 0)), 2.0**-96)
-    columns = np.repeat(np.abs(k).max(2), groups, 1)
-    # The kernel's bound is up to 1 part in 500 larger, which may double the power of two.
-    quantum = 4 * rows[..., None] * columns[:, :, None] * 2.0**-30
-    return abs(options.scale or 0) * quantum / 2 * -(-k.shape[2] // tile)
-
-
-def right(case: Case, got: dict[str, Any], tile: int = 16) -> bool:
+def right(case: Case, got: dict[str, Any]) -> bool:
     """Whether every result is within the bounds that the plans state."""
     a, e, narrowed = case.arrays, case.extra, case.dtype != "float32"
     q, k, v, do = (a[name] for name in ("q", "k", "v", "do"))
     with np.errstate(all="ignore"):
         o, lse = reference.oracle_attention(q, k, v, case.options, case.inputs)
-        given = dict(q=q, k=k, v=v, options=case.options, inputs=case.inputs)
+        given = {"q": q, "k": k, "v": v, "options": case.options, "inputs": case.inputs}
         allowed = bounds.error_bound("attention", narrowed)(**given)
         fine = [_within(got["o"], o, allowed[0]), _within(got["lse"], lse, allowed[1])]
         given |= {"do": do, "o": got["o"], "lse": got["lse"], "dlse": e.get("dlse")}
@@ -203,8 +190,7 @@ def right(case: Case, got: dict[str, Any], tile: int = 16) -> bool:
         allowed = bounds.error_bound("attention_backward", narrowed)(**given)
     for name, x, bound in zip(NAMES, gradients, allowed, strict=True):
         if x is not None:
-            more = fixed_error(case, tile) if case.fixed and name == "dq" else 0.0
-            fine.append(_within(got[name], x, bound + more))
+            fine.append(_within(got[name], x, bound))
     return all(fine)
 
 
@@ -236,30 +222,77 @@ def shapes() -> Iterator[tuple[str, bool]]:
         yield f"{head_dim} {v_dim} {groups} {dtype}", right(case, compute(case))
 
 
+def _by_integers(case: Case, tile: int = 16) -> tuple[Any, Any, Any]:
+    """(dq by way of integers, dq in binary64, how far the integers may put it off)."""
+    d, a, e, options = described(case), case.arrays, case.extra, case.options.validated("", case.arrays["q"].shape[-1])
+    got = compute(case._replace(extra={k: x for k, x in e.items() if k != "dlse"}), tile=SMALL)
+    tensors = {name: to_torch(x) for name, x in {**a, **e, "o": got["o"], "lse": got["lse"]}.items()}
+    p, x = problem.problem_of(d, tensors["q"]), problem.extras(tensors)
+    bounds_ = rows_launch.fill_bounds(p, tensors["k"], tensors["v"], x)
+    given = [tensors["o"], tensors["do"], tensors["lse"], tensors.get("dlse")]
+    rows = rows_launch.fill_rows(p, *given, x, bounds_)
+    integers = np.zeros((*a["q"].shape[:3], a["q"].shape[3]), np.int64)
+    dq = np.zeros(integers.shape)
+    wide = {name: x.astype(np.float64) for name, x in {**a, "o": got["o"], "lse": got["lse"]}.items()}
+    groups = d.groups
+    parts = [(0, slice(None), slice(None), slice(0, p.pitch))]
+    if "cu_seqlens_q" in e:
+        parts = []
+        for n, i, j in reference.sequences((e["cu_seqlens_q"], e["cu_seqlens_k"])):
+            slot = (i.start // 128 + n) * 128
+            parts.append((n, i, j, slice(slot, slot + i.stop - i.start)))
+    allowed = np.zeros(integers.shape)
+    for n, i, j, at in parts:
+        dense = reference.dense(wide["q"][:, :, i], wide["k"][:, :, j], wide["v"][:, :, j], options, first=n)
+        delta = (wide["o"] * wide["do"])[:, :, i].sum(-1) - (e["dlse"][:, :, i] if "dlse" in e else 0)
+        dp = dense.keep * (wide["do"][:, :, i] @ np.swapaxes(dense.v, 2, 3))
+        ds = dense.probabilities(wide["lse"][:, :, i]) * (dp - delta[..., None]) * dense.slope
+        count = ds.shape[2]
+        row = rows.numpy()[2, :, :, at][:, :, :count].astype(np.float64)
+        which = n if len(parts) > 1 else slice(None)
+        keys = bounds_.numpy()[which, :, :-1][..., : a["q"].shape[3]]
+        keys = keys.reshape(-1, *keys.shape[-2:])
+        f = np.maximum(((keys.astype(np.int64) + 0x7FFFFF) >> 23) - 127, -126)
+        column = np.repeat(2.0**-f, groups, 1)[:, :, None]
+        with np.errstate(all="ignore"):
+            for first in range(0, ds.shape[3], tile):
+                step = ds[..., first : first + tile] @ dense.k[:, :, first : first + tile]
+                integers[:, :, i] += np.rint(np.nan_to_num(step * column * row[..., None])).astype(np.int64)
+            allowed[:, :, i] = abs(options.scale or 0) * -(-ds.shape[3] // tile) / 2 / (column * row[..., None])
+        dq[:, :, i] = (options.scale or 0) * (ds @ dense.k)
+    assert np.abs(integers).max() < 1 << 31
+    result = torch.full_like(tensors["q"], 7)
+    rows_launch.fixed_to_float(p, torch.from_numpy(integers.astype(np.int32)), rows, bounds_, result, x)
+    return to_numpy(result).astype(np.float64), dq, allowed
+
+
 def fixed() -> Iterator[tuple[str, bool]]:
-    """dQ as integers: with every option, over many magnitudes, and rows that are not finite."""
+    """Gradients of q by way of integers, which stay below 2^31: over many magnitudes, and rows that are not finite."""
     s = Shape(groups=2, head_dim=16, v_dim=16)
-    for option, extra, dtype in few(10, list(OPTIONS), list(extras(s, "float32")), ("float16", "bfloat16")):
-        case = Case(arrays(s, dtype), OPTIONS[option], extras(s, dtype)[extra], fixed=True)
-        yield f"{option}, {extra}, {dtype}", right(case, compute(case, tile=SMALL))
-    for power, name in itertools.product((-120, 110), ("do", "v", "k")):
+    cases = [(option, Case(arrays(s, "bfloat16"), OPTIONS[option], {})) for option in OPTIONS]
+    cases.append(("dlse", Case(arrays(s, "float16"), OPTIONS["causal"], extras(s, "float16")["dlse"])))
+    for power, name in itertools.product((-120, -60, 60, 110), ("do", "v", "k")):
         a = arrays(Shape(1, 1, 1, 40, 40, 16, 16), "bfloat16")
         scale = 2.0 ** (-power) if name == "k" else None  # scores of any use
         a[name] = (a[name].astype(np.float32) * 2.0**power).astype(NUMPY["bfloat16"])
-        case = Case(a, AttentionOptions(causal=True, scale=scale), {}, fixed=True)
-        yield f"{name} times 2^{power}", right(case, compute(case, tile=SMALL))
+        cases.append((f"{name} times 2^{power}", Case(a, AttentionOptions(causal=True, scale=scale), {})))
     a = arrays(Shape(1, 1, 1, 40, 40, 16, 16), "bfloat16")
     a["k"][..., 3] *= 1000
     a["do"][0, 0, :7] *= 0
-    case = Case(a, AttentionOptions(scale=0.001), {}, fixed=True)
-    yield "one large channel, rows of zeros", right(case, compute(case, tile=SMALL))
+    cases.append(("one large channel, rows of zeros", Case(a, AttentionOptions(scale=0.001), {})))
+    starts = {"cu_seqlens_q": np.array([0, 20, 50], np.int32), "cu_seqlens_k": np.array([0, 33, 70], np.int32)}
+    a = arrays(Shape(1, 2, 2, 50, 70, 16, 16), "bfloat16")
+    a["v"][:, :, 33:] *= 100
+    cases.append(("packed", Case(a, OPTIONS["window"], starts)))
+    for what, case in cases:
+        got, exact, allowed = _by_integers(case)
+        ulps = np.abs(exact) * 2.0**-7 + 2.0**-126
+        yield what, bool(np.all(np.abs(got - exact) <= allowed * 1.01 + ulps))
     for name, value in itertools.product(("q", "do", "k", "v"), (math.nan, math.inf)):
         a = arrays(Shape(1, 2, 2, 70, 50, 16, 16), "bfloat16")
         a[name][0, 0, 33, 2] = value
-        dq = compute(Case(a, AttentionOptions(), {}, fixed=True), tile=SMALL)["dq"].astype(np.float32)
-        whole = name in "kv"
-        marked = np.isnan(dq).all(-1)
-        yield f"{name} {value}", bool(marked.all() if whole else marked.sum() == 1 and marked[0, 0, 33])
+        marked = np.isnan(_by_integers(Case(a, AttentionOptions(), {}))[0]).all(-1)
+        yield f"{name} {value}", bool(marked.all() if name in "kv" else marked.sum() == 1 and marked[0, 0, 33])
 
 
 def packed() -> Iterator[tuple[str, bool]]:
@@ -267,32 +300,30 @@ def packed() -> Iterator[tuple[str, bool]]:
     lengths = [(17, 33), (0, 5), (40, 40), (9, 0), (1, 2), (33, 70)]
     starts = [np.cumsum([0, *x]).astype(np.int32) for x in zip(*lengths, strict=True)]
     rng = np.random.default_rng(5)
-    for option, dtype, integers in few(4, list(OPTIONS), ("float32", "bfloat16"), (False, True)):
+    names = ("o", "lse", "dq", "dk", "dv")
+    for option, dtype in few(2, list(OPTIONS), ("float32", "bfloat16")):
         if OPTIONS[option].dropout_p:
             continue  # depends on the sequence's number
         parts = [arrays(Shape(1, 2, 2, *x, 16, 16), dtype, n) for n, x in enumerate(lengths)]
         sinks = {"sinks": rng.standard_normal(2).astype(np.float32)} if option in ("none", "window") else {}
-        alone = [compute(Case(a, OPTIONS[option], sinks, integers), tile=SMALL) for a in parts]
+        alone = [compute(Case(a, OPTIONS[option], sinks), tile=SMALL) for a in parts]
         rest = arrays(Shape(1, 2, 2, 7, 3, 16, 16), dtype)  # rows beyond the last sequence
         together = {name: np.concatenate([*(a[name] for a in parts), rest[name]], 2) for name in rest}
-        extra = {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]} | sinks
-        got = compute(Case(together, OPTIONS[option], extra, integers), tile=SMALL)
-        names = ("o", "lse", "dq", "dk", "dv")
-        same = all(
-            np.concatenate([x[name] for x in alone], 2).tobytes() == got[name][:, :, : -3 if name in ("dk", "dv") else -7].tobytes()
-            for name in names
-        )
-        empty = all(not got[name][:, :, -3:].any() for name in ("o", "dq", "dk", "dv"))
-        yield f"{option} {dtype} {integers}", same and empty and bool(np.isneginf(got["lse"][:, :, -7:]).all())
-        case = Case(together, OPTIONS[option], extra, integers)
-        yield f"{option} {dtype} {integers}, values", integers or right(case, got)
-    for n, integers in itertools.product(range(2), (False, True)):
-        batch = arrays(Shape(3, 2, 1, 20, 40, 16, 16), DTYPES[n])
-        whole = compute(Case(batch, OPTIONS["causal"], {}, integers), tile=SMALL)
-        one = compute(Case({k: x[1:2] for k, x in batch.items()}, OPTIONS["causal"], {}, integers), tile=SMALL)
-        yield f"batch {n} {integers}", all(one[name].tobytes() == whole[name][1:2].tobytes() for name in one)
-        odd = compute(Case(batch, OPTIONS["causal"], {}, integers), unaligned, SMALL)
-        yield f"strides {n} {integers}", all(odd[name].tobytes() == whole[name].tobytes() for name in odd)
+        case = Case(together, OPTIONS[option], {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]} | sinks)
+        got = compute(case, tile=SMALL)
+        for name in names:
+            own = got[name][:, :, : -3 if name in ("dk", "dv") else -7]
+            same = np.concatenate([x[name] for x in alone], 2).tobytes() == own.tobytes()
+            yield f"{option} {dtype} {name}", same
+        yield f"{option} {dtype}, beyond", not any(got[name][:, :, -3:].any() for name in names if name != "lse")
+        yield f"{option} {dtype}, values", right(case, got)
+    for dtype in ("float32", "bfloat16"):
+        batch = arrays(Shape(3, 2, 1, 20, 40, 16, 16), dtype)
+        whole = compute(Case(batch, OPTIONS["causal"], {}), tile=SMALL)
+        one = compute(Case({k: x[1:2] for k, x in batch.items()}, OPTIONS["causal"], {}), tile=SMALL)
+        yield f"batch {dtype}", all(one[name].tobytes() == whole[name][1:2].tobytes() for name in one)
+        odd = compute(Case(batch, OPTIONS["causal"], {}), unaligned, SMALL)
+        yield f"strides {dtype}", all(odd[name].tobytes() == whole[name].tobytes() for name in odd)
 
 
 def dropout() -> Iterator[tuple[str, bool]]:
@@ -317,7 +348,7 @@ def faults() -> Iterator[tuple[str, bool]]:
         for which in ("cu_seqlens_q", "cu_seqlens_k"):
             good = np.array([0, 20, 40], np.int32)
             extra = {"cu_seqlens_q": good, "cu_seqlens_k": good} | {which: np.array(bad, np.int32)}
-            compute(Case(arrays(Shape(1, 2, 1, 40, 40, 16, 16), "bfloat16"), OPTIONS["causal"], extra, True), tile=SMALL)
+            compute(Case(arrays(Shape(1, 2, 1, 40, 40, 16, 16), "bfloat16"), OPTIONS["causal"], extra), tile=SMALL)
             yield f"{which} {bad}", _noted(which, position, value)
 
 

@@ -17,7 +17,7 @@ from triton_targets import kernels_of, resources  # noqa: E402
 
 from isograd import registry  # noqa: E402
 from isograd.attention import gluon_launch as launch  # noqa: E402
-from isograd.attention import reference, triton_launch  # noqa: E402
+from isograd.attention import reference  # noqa: E402
 from isograd.attention.descriptors import AttentionBackwardDescriptor  # noqa: E402
 from isograd.attention.options import AttentionOptions  # noqa: E402
 
@@ -68,26 +68,30 @@ def wide(t: Any) -> Any:
     return t.double().numpy()
 
 
-class Rows(triton_launch.Rows):
+class RowsInNumPy:
     """What the kernels in Triton compute before and after, in NumPy: they do not run here."""
 
-    @classmethod
-    def before(cls, p: Any, a: Any, inputs: Any, fixed: bool) -> Any:
-        k, v, o, do = (wide(inputs[name]) for name in ("k", "v", "o", "do"))
-        lse = wide(a["lse"])
-        lse = np.where(lse == -np.inf, np.inf, lse / math.log(2))
-        norm = np.repeat(np.linalg.norm(v, axis=-1).max(-1), p.groups, 1)[..., None]
-        bound = 2.002 * np.linalg.norm(do, axis=-1) * norm
-        values = np.stack([lse, (o * do).sum(-1), 2.0 ** (30 - np.ceil(np.log2(bound)))]).astype(np.float32)
-        columns = np.abs(k).max(2)
-        bounds = np.concatenate([columns, columns[..., :1]], -1).astype(np.float32).view(np.int32)
-        integers = torch.zeros(p.batch, p.heads, p.lq, p.head_dim, dtype=torch.int32)
-        return cls(torch.from_numpy(values), torch.from_numpy(bounds), integers)
+    @staticmethod
+    def fill_bounds(p: Any, k: Any, v: Any, x: Any) -> Any:
+        columns, norms = np.abs(wide(k)).max(2), np.linalg.norm(wide(v), axis=-1).max(-1)
+        return torch.from_numpy(np.concatenate([columns, norms[..., None]], -1).astype(np.float32)).view(torch.int32)
 
-    def write(self, p: Any, a: Any, dq: Any) -> None:
-        column = 2.0 ** np.ceil(np.log2(wide(self.bounds.view(torch.float32))[..., :-1]))
-        unit = np.repeat(column, p.groups, 1)[:, :, None, :] / wide(self.values)[2][..., None]
-        dq.copy_(torch.from_numpy(wide(self.integers) * unit * p.scale))
+    @staticmethod
+    def fill_rows(p: Any, o: Any, do: Any, lse: Any, dlse: Any, x: Any, bounds: Any) -> Any:
+        norms = np.repeat(wide(bounds.view(torch.float32))[..., -1:], p.groups, 1)
+        bound = 2.002 * np.linalg.norm(wide(do), axis=-1) * norms
+        values = np.full((3, p.batch, p.heads, p.pitch), 0.0, np.float32)
+        values[0] = np.inf
+        values[0, :, :, : p.lq] = np.where(wide(lse) == -np.inf, np.inf, wide(lse) / math.log(2))
+        values[1, :, :, : p.lq] = (wide(o) * wide(do)).sum(-1)
+        values[2, :, :, : p.lq] = 2.0 ** (30 - np.ceil(np.log2(bound)))
+        return torch.from_numpy(values)
+
+    @staticmethod
+    def fixed_to_float(p: Any, integers: Any, rows: Any, bounds: Any, dq: Any, x: Any) -> None:
+        column = 2.0 ** np.ceil(np.log2(wide(bounds.view(torch.float32))[..., :-1]))
+        unit = np.repeat(column, p.groups, 1)[:, :, None, :] / wide(rows)[2, :, :, : p.lq, None]
+        dq.copy_(torch.from_numpy(wide(integers) * unit * p.scale))
 
 
 @pytest.fixture
@@ -97,7 +101,7 @@ def seeds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     run = lambda self, *tensors: emulation.call(self, *tensors, seed=seeds[0])  # noqa: E731
     monkeypatch.setattr(launch.BlockLauncher, "__call__", run)
     monkeypatch.setattr(launch, "processors", lambda tensor: 3)
-    monkeypatch.setattr(launch.triton, "Rows", Rows)
+    monkeypatch.setattr(launch, "rows_launch", RowsInNumPy)
     monkeypatch.setattr(launch.faults, "after_launch", lambda device: None)
     return seeds
 
@@ -177,7 +181,7 @@ def test_compiled_for_hopper(
     head_dim: int, dtype: str, options: AttentionOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Products stay asynchronous: where ptxas takes them one by one, it puts a wait behind each."""
-    monkeypatch.setattr(launch.triton, "Rows", Rows)
+    monkeypatch.setattr(launch, "rows_launch", RowsInNumPy)
     monkeypatch.setattr(launch.faults, "after_launch", lambda device: None)
     d = described((1, 4, 2, 300, 500, head_dim), dtype, options)
     a = operands(d)

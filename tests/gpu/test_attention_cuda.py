@@ -12,11 +12,10 @@ if not torch.cuda.is_available():
 
 from isograd.attention import reference  # noqa: E402
 from isograd.attention import triton_launch as launch  # noqa: E402
-from isograd.attention import triton_tiles as tiles  # noqa: E402
 from isograd.attention.descriptors import AttentionBackwardDescriptor, AttentionDeltaDescriptor  # noqa: E402
 from isograd.attention.options import AttentionOptions  # noqa: E402
 
-HOPPER = torch.cuda.get_device_capability() >= (9, 0)
+PLAIN = AttentionOptions()
 NAMES = ("o", "dq", "dk", "dv")
 
 
@@ -45,9 +44,7 @@ def operands(s: Shape, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def compute(
-    a: dict[str, Any], options: AttentionOptions, extra: dict[str, Any] | None = None, fixed: bool | None = None
-) -> dict[str, Any]:
+def compute(a: dict[str, Any], options: AttentionOptions, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     """Operands and results."""
     extra = extra or {}
     q, k, v = (a[name] for name in "qkv")
@@ -74,8 +71,7 @@ def compute(
     launch.forward(descriptor, found)
     for name in "qkv":
         found["d" + name] = torch.full_like(a[name], 7)
-    rule = tiles.backward(q.shape[3], v.shape[3], q.element_size(), launch.architecture(q))
-    launch.backward(descriptor, found, rule if fixed is None else rule._replace(fixed=fixed))
+    launch.backward(descriptor, found)
     return found
 
 
@@ -104,7 +100,7 @@ def plain(a: dict[str, Any], dtype: Any, options: AttentionOptions, extra: dict[
     p = torch.where(s.isneginf().all(-1, keepdim=True), 0, p)[..., : k.shape[2]]
     lse = torch.logsumexp(s.float() if dtype != torch.float64 else s, -1)
     if options.dropout_p:
-        kept = reference.kept(options, 0, tuple(s.shape[:3]) + (k.shape[2],))
+        kept = reference.kept(options, 0, (*s.shape[:3], k.shape[2]))
         p = p * torch.from_numpy(kept).cuda() * options.dropout_factor
     o = p.to(dtype) @ values
     outputs, gradients = [o], [a["do"].to(dtype)]
@@ -116,13 +112,12 @@ def plain(a: dict[str, Any], dtype: Any, options: AttentionOptions, extra: dict[
 
 def check(
     s: Shape,
-    options: AttentionOptions = AttentionOptions(),
+    options: AttentionOptions = PLAIN,
     extra: dict[str, Any] | None = None,
-    fixed: bool | None = None,
 ) -> None:
     """FlashAttention's rule: the largest error is at most twice (with a soft cap three times) the plain one."""
     a = operands(s)
-    found = compute(a, options, extra, fixed)
+    found = compute(a, options, extra)
     dtype = getattr(torch, s.dtype)
     torch.backends.cuda.matmul.allow_tf32 = False
     exact, usual = plain(a, torch.float64, options, extra), plain(a, dtype, options, extra)
@@ -157,12 +152,11 @@ def test_head_dimensions(head_dim: int, dtype: str) -> None:
             check(s, AttentionOptions(causal=True))
 
 
-@pytest.mark.parametrize("fixed", [False, True] if HOPPER else [False])
 @pytest.mark.parametrize("groups", [1, 2, 8])
-def test_groups_and_both_ways_to_dq(groups: int, fixed: bool) -> None:
+def test_groups(groups: int) -> None:
     for options in (AttentionOptions(), AttentionOptions(causal=True), AttentionOptions(window=(70, 20))):
         for head_dim in (64, 128):
-            check(Shape(2, 8, groups, 300, 333, head_dim, head_dim), options, fixed=fixed)
+            check(Shape(2, 8, groups, 300, 333, head_dim, head_dim), options)
 
 
 def extras(s: Shape) -> dict[str, dict[str, Any]]:
@@ -212,37 +206,35 @@ def bits(t: Any) -> Any:
     return t.contiguous().view(torch.int16 if t.element_size() == 2 else torch.int32)
 
 
-@pytest.mark.parametrize("fixed", [False, True] if HOPPER else [False])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_alone_in_a_batch_and_packed(head_dim: int, fixed: bool) -> None:
+def test_alone_in_a_batch_and_packed(head_dim: int) -> None:
     lengths = [(77, 300), (0, 5), (300, 300), (64, 0), (128, 128), (1, 2), (513, 600)]
     for options in (AttentionOptions(), AttentionOptions(causal=True), AttentionOptions(window=(30, 40))):
         parts = [operands(Shape(1, 4, 2, *lengths[n], head_dim, head_dim), n) for n in range(len(lengths))]
-        alone = [compute(a, options, fixed=fixed) for a in parts]
+        alone = [compute(a, options) for a in parts]
         packed = {name: torch.cat([a[name] for a in parts], 2) for name in parts[0]}
         starts = [torch.tensor([0, *x], device="cuda").cumsum(0).int() for x in zip(*lengths, strict=True)]
-        together = compute(packed, options, {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}, fixed)
+        together = compute(packed, options, {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]})
         for name in (*NAMES, "lse"):
             assert torch.equal(bits(torch.cat([x[name] for x in alone], 2)), bits(together[name])), (name, options)
         eight = [operands(Shape(1, 4, 2, 300, 333, head_dim, head_dim), n) for n in range(8)]
-        batch = compute({name: torch.cat([a[name] for a in eight]) for name in eight[0]}, options, fixed=fixed)
+        batch = compute({name: torch.cat([a[name] for a in eight]) for name in eight[0]}, options)
         for n, a in enumerate(eight):
-            one = compute(a, options, fixed=fixed)
+            one = compute(a, options)
             for name in (*NAMES, "lse"):
                 assert torch.equal(bits(one[name]), bits(batch[name][n : n + 1])), (name, options)
 
 
-@pytest.mark.parametrize("fixed", [False, True] if HOPPER else [False])
-def test_repetitions_under_load_give_equal_bits(fixed: bool) -> None:
+def test_repetitions_under_load_give_equal_bits() -> None:
     noise, side = torch.empty(1 << 26, device="cuda"), torch.cuda.Stream()
     for head_dim in (64, 128):
         a = operands(Shape(2, 4, 2, 500, 777, head_dim, head_dim))
-        first = compute(a, AttentionOptions(causal=True), fixed=fixed)
+        first = compute(a, AttentionOptions(causal=True))
         wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         for _ in range(1000):
             with torch.cuda.stream(side):
                 noise.add_(1)
-            again = compute(a, AttentionOptions(causal=True), fixed=fixed)
+            again = compute(a, AttentionOptions(causal=True))
             for name in (*NAMES, "lse"):
                 wrong += (bits(first[name]) != bits(again[name])).sum()
         assert wrong.item() == 0
@@ -260,35 +252,26 @@ def test_delta_has_the_bits_of_the_reference(dtype: str) -> None:
         assert bits(delta).cpu().numpy().tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("fixed", [False, True] if HOPPER else [False])
-def test_layouts(fixed: bool) -> None:
+def test_layouts() -> None:
     a = operands(Shape(2, 4, 2, 100, 130, 64, 64))
-    first = compute(a, AttentionOptions(causal=True), fixed=fixed)
+    first = compute(a, AttentionOptions(causal=True))
     transposed = {name: t.transpose(1, 2).contiguous().transpose(1, 2) for name, t in a.items()}
     odd = {name: torch.cat([t, t[..., :1]], -1)[..., : t.shape[-1]] for name, t in a.items()}
     for other in (transposed, odd):
-        again = compute(other, AttentionOptions(causal=True), fixed=fixed)
+        again = compute(other, AttentionOptions(causal=True))
         for name in (*NAMES, "lse"):
             assert torch.equal(bits(first[name]), bits(again[name])), name
 
 
-@pytest.mark.skipif(not HOPPER, reason="integers are added up by tensor memory access")
-def test_extreme_values_in_fixed_point() -> None:
-    for scale in (1e-20, 1.0, 1e18):
-        a = operands(Shape(1, 2, 1, 130, 260, 64, 64))
-        a["do"] *= scale
-        recomputed, integers = (compute(a, AttentionOptions(), fixed=fixed)["dq"] for fixed in (False, True))
-        error = (recomputed.double() - integers.double()).abs().max()
-        assert float(error) <= 2.0**-8 * float(recomputed.double().abs().max())
+def test_rows_that_are_not_finite() -> None:
     a = operands(Shape(1, 2, 1, 130, 260, 64, 64))
     a["q"][0, 0, 5, 3] = math.nan
     a["do"][0, 0, 7, 3] = math.inf
     a["k"][0, 1, 9, 1] = math.inf
-    for fixed in (False, True):
-        dq = compute(a, AttentionOptions(), fixed=fixed)["dq"]
-        assert torch.isnan(dq[0, 0, [5, 7]]).any(-1).all()
-        assert torch.isfinite(dq[0, 0, [4, 6]]).all()
-        assert torch.isnan(dq[0, 1]).any(-1).all()
+    found = compute(a, AttentionOptions())
+    assert torch.isnan(found["dq"][0, 0, [5, 7]]).any(-1).all()
+    assert torch.isfinite(found["dq"][0, 0, [4, 6]]).all()
+    assert torch.isnan(found["dq"][0, 1]).any(-1).all()
 
 
 def test_more_than_2_31_elements() -> None:

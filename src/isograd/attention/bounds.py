@@ -64,7 +64,8 @@ def _dense_forward(s: _Scores, inputs: Inputs) -> tuple[Floats, Floats]:
     d, u, n = s.dense, s.u, s.scores.shape[3]
     largest = np.max(np.abs(s.scores), axis=-1, initial=0)
     if inputs.sinks is not None:
-        largest = np.maximum(largest, np.abs(np.asarray(inputs.sinks).astype(np.float64))[:, None])
+        sinks = np.asarray(inputs.sinks).astype(np.float64)[:, None]
+        largest = np.maximum(largest, np.where(np.isfinite(sinks), np.abs(sinks), 0))
     exponent = 2 * np.max(s.error, axis=-1, initial=0) + 16 * u * (1 + largest) + 2 * u * (n + 16)
     weights = np.abs(d.keep * d.probabilities())
     sizes = weights @ np.abs(d.v)
@@ -129,7 +130,8 @@ def _dense_backward(
     if inputs.sinks is not None:
         sinks = inputs.sinks.astype(np.float64)[:, None]
         share = np.exp(sinks - np.where(lse == -np.inf, np.inf, lse))
-        relative = np.expm1(8 * u * (1 + np.abs(sinks) + bent[..., 0])) + u * (share[:, 0].size + 8)
+        size = np.where(np.isfinite(sinks), np.abs(sinks), 0)
+        relative = np.expm1(8 * u * (1 + size + bent[..., 0])) + u * (share[:, 0].size + 8)
         of_dsinks = (share * relative * rows).sum(axis=(0, 2)) + _half_ulp(exact.dsinks, inputs.sinks.dtype.name)
     return AttentionGradients(
         of_dq + _half_ulp(exact.dq, s.dtype),

@@ -6,8 +6,8 @@ producer, brings tiles of q and dO and the numbers of their rows to shared memor
 have 64 keys each. They compute S and dP transposed, so that P and dS are in registers what the products for dV and dK
 take as they are. Only dS goes through shared memory, for dQ = dS k over all 128 keys: each consumer computes half of
 it, in columns or in rows, one tile of queries later, so that it need not wait for the other. dQ is added up in global
-memory as integers, by reductions of the tensor memory accelerator; see `triton_backward` for the fixed point and its
-bounds, and `triton_rows` for what comes before and after.
+memory as integers, by reductions of the tensor memory accelerator; see `triton_rows` for the fixed point, its
+bounds, and what comes before and after.
 
 P is rounded to 16 bits once and so enters dV and dS alike.
 """
@@ -57,7 +57,7 @@ def _place(problem, KEYS: gl.constexpr, ROWS: gl.constexpr, CAUSAL: gl.constexpr
 
 
 @gluon.jit
-def _produce(q_desc, k_desc, v_desc, do_desc, rows_ptr, plane_rows, buffers, barriers, problem, CAUSAL: gl.constexpr):
+def _produce(q_desc, k_desc, v_desc, do_desc, rows_ptr, plane, pitch, buffers, barriers, problem, CAUSAL: gl.constexpr):
     """Bring k and v, then tiles of q and dO with lse, D and the factor of the fixed point of their rows."""
     k_smem, v_smem, q_smem, do_smem, rows_smem, ds_smem, dq_smem, column_smem = buffers
     k_full, v_full, q_full, q_empty, do_full, do_empty, ds_full, ds_empty = barriers
@@ -77,18 +77,18 @@ def _produce(q_desc, k_desc, v_desc, do_desc, rows_ptr, plane_rows, buffers, bar
     layout: gl.constexpr = gl.BlockedLayout([ROWS // 32], [32], [1], [0])
     one = _one()
     lines = gl.arange(0, ROWS, layout=layout) * one
-    plane_rows = plane_rows.to(gl.int64) * one
+    plane = plane.to(gl.int64) * one
     step = 0
     for member in range(group):
         hq = head * group + member
-        row_ptr = rows_ptr + (batch * kv_heads * group + hq).to(gl.int64) * lq
+        row_ptr = rows_ptr + (batch * kv_heads * group + hq).to(gl.int64) * pitch
         for m in range(begin, end):
             at = step % STAGES
             q_at = step % Q_STAGES
             row = m * ROWS
-            lse = gl.load(row_ptr + row + lines, mask=row + lines < lq, other=float("inf"))
-            delta = gl.load(row_ptr + plane_rows + row + lines, mask=row + lines < lq, other=0.0)
-            factor = gl.load(row_ptr + 2 * plane_rows + row + lines, mask=row + lines < lq, other=0.0)
+            lse = gl.load(row_ptr + row + lines)
+            delta = gl.load(row_ptr + plane + row + lines)
+            factor = gl.load(row_ptr + 2 * plane + row + lines)
             mbarrier.wait(q_empty.index(q_at), (step // Q_STAGES & 1) ^ 1)
             mbarrier.expect(q_full.index(q_at), ROWS * D * 2)
             steps.load(q_desc, [batch, hq, row, 0], q_full.index(q_at), q_smem.index(q_at))
@@ -289,16 +289,16 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["plane_rows", "lq", "lk", "offset", "kv_heads", "group", "tiles"])
+@gluon.jit(do_not_specialize=["plane", "pitch", "lq", "lk", "offset", "kv_heads", "group", "tiles"])
 def attention_backward_hopper(
-    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, fixed_desc, rows_ptr, bounds_ptr, plane_rows, lq, lk, offset,
+    q_desc, k_desc, v_desc, do_desc, dk_desc, dv_desc, fixed_desc, rows_ptr, bounds_ptr, plane, pitch, lq, lk, offset,
     kv_heads, group, tiles, scale, scale_log2,
     D: gl.constexpr, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     DK_FIRST: gl.constexpr,
 ):  # fmt: skip
     """Gradients: dK and dV [B, Hkv, Lk, D], and what `triton_rows.fixed_to_float` makes dQ of.
 
-    rows_ptr: [3, B, H, Lq] of `triton_rows.attention_rows`, plane_rows = B H Lq; bounds_ptr: [B, Hkv, D + 1] of
+    rows_ptr: [3, B, H, pitch] of `triton_rows.attention_rows`, plane = B H pitch; bounds_ptr: [B, Hkv, D + 1] of
     `attention_bounds`; fixed_desc: int32 [B, H, Lq, D], zeros; offset: the key that row 0 is level with; group: query
     heads that share one of keys; tiles: tiles of keys of a head; scale_log2: the scale of the scores in base 2.
     """
@@ -348,7 +348,7 @@ def attention_backward_hopper(
                 (dk_desc, dv_desc, fixed_desc, bounds_ptr, scale, scale_log2, buffers, barriers, problem, 1, CAUSAL,
                  DK_FIRST),
             ),
-            (_produce, (q_desc, k_desc, v_desc, do_desc, rows_ptr, plane_rows, buffers, barriers, problem, CAUSAL)),
+            (_produce, (q_desc, k_desc, v_desc, do_desc, rows_ptr, plane, pitch, buffers, barriers, problem, CAUSAL)),
         ],
         [4, 1],
         [240, 24],

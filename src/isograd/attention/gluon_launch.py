@@ -14,8 +14,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from isograd import faults
 from isograd.attention import gluon_backward, gluon_forward
 from isograd.attention import gluon_steps as steps
-from isograd.attention import triton_launch as triton
+from isograd.attention import triton_rows_launch as rows_launch
 from isograd.attention.descriptors import AttentionDescriptor
+from isograd.attention.triton_problem import Arguments, Outputs, extras, problem_of
 from isograd.triton_launcher import Launcher, Specification, kept, processors
 
 HEAD_DIMS = (64, 128)
@@ -173,10 +174,10 @@ def _forward(
     return BlockLauncher(gluon_forward.attention_forward_hopper, specification, blocks)
 
 
-def forward(d: AttentionDescriptor, a: triton.Arguments, config: ForwardTiles | None = None) -> None:
+def forward(d: AttentionDescriptor, a: Arguments, config: ForwardTiles | None = None) -> None:
     """Fill o and lse; `config` overrides the rule."""
     tile = config or forward_tiles(d.head_dim)
-    outputs = triton.Outputs(a)
+    outputs = Outputs(a)
     q, k, v, o = _input(a["q"]), _input(a["k"]), _input(a["v"]), outputs["o"]
     lse = a["lse"] if a["lse"].is_contiguous() else torch.empty_like(a["lse"], memory_format=torch.contiguous_format)
     blocks = (_block(q, 64), _block(k, tile.keys), _block(v, tile.keys), _block(o, 64))
@@ -189,24 +190,27 @@ def forward(d: AttentionDescriptor, a: triton.Arguments, config: ForwardTiles | 
 
 
 @kept
-def _backward(d: AttentionDescriptor, blocks: tuple[Block, ...], dtype: torch.dtype, tile: BackwardTiles) -> Launcher:
+def _backward(
+    d: AttentionDescriptor, pitch: int, blocks: tuple[Block, ...], dtype: torch.dtype, tile: BackwardTiles
+) -> Launcher:
     per_head, kv_heads = -(-d.k_length // gluon_backward.TILE_KEYS), d.heads // d.groups
     options, scale = d.options, float(d.options.scale or 0.0)
-    sizes = (*_numbers(d), kv_heads, d.groups, per_head)
+    sizes = (d.batch * d.heads * pitch, pitch, *_numbers(d), kv_heads, d.groups, per_head)
     fixed = (d.head_dim, *tile[:3], options.causal, tile.dk_first)
-    tail = (d.batch * d.heads * d.q_length, *sizes, scale, scale * steps.LOG2E, *fixed)
+    tail = (*sizes, scale, scale * steps.LOG2E, *fixed)
     specification = Specification(tail, per_head * kv_heads * d.batch, 4, None, 168)
     return BlockLauncher(gluon_backward.attention_backward_hopper, specification, blocks)
 
 
-def backward(d: Any, a: triton.Arguments, config: BackwardTiles | None = None) -> None:
+def backward(d: Any, a: Arguments, config: BackwardTiles | None = None) -> None:
     """Fill dq, dk and dv; `config` overrides the rule."""
     tile = config or backward_tiles(d.head_dim)
-    p, outputs = triton.problem(d, a["q"]), triton.Outputs(a)
-    given = {name: _input(a[name]) for name in ("do", "q", "k", "v", "o")}
-    do, q, k, v = (given[name] for name in ("do", "q", "k", "v"))
+    p, outputs, x = problem_of(d, a["q"]), Outputs(a), extras(a)
+    do, q, k, v, o = (_input(a[name]) for name in ("do", "q", "k", "v", "o"))
     dq, dk, dv = outputs["dq"], outputs["dk"], outputs["dv"]
-    rows = triton.Rows.before(p, a, given, True)
+    bounds = rows_launch.fill_bounds(p, k, v, x)
+    rows = rows_launch.fill_rows(p, o, do, a["lse"], a.get("dlse"), x, bounds)
+    integers = torch.zeros(d.q_shape, dtype=torch.int32, device=q.device)
     blocks = (
         _block(q, tile.queries),
         _block(k, 64),
@@ -214,9 +218,9 @@ def backward(d: Any, a: triton.Arguments, config: BackwardTiles | None = None) -
         _block(do, tile.queries),
         _block(dk, 64),
         _block(dv, 64),
-        _block(rows.integers, 64, 64),
+        _block(integers, 64, 64),
     )
-    _backward(d, blocks, q.dtype, tile)(q, k, v, do, dk, dv, rows.integers, rows.values, rows.bounds)
-    rows.write(p, a, dq)
+    _backward(d, p.pitch, blocks, q.dtype, tile)(q, k, v, do, dk, dv, integers, rows, bounds)
+    rows_launch.fixed_to_float(p, integers, rows, bounds, dq, x)
     outputs.done()
     faults.after_launch(q.device)

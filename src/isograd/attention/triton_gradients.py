@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from isograd.attention import triton_masks as masks
-from isograd.attention.triton_rows import load_row_values, load_rows
+from isograd.attention.triton_rows import load_rows
 from isograd.numerics import triton_memory as memory
 from isograd.numerics import triton_ops as ops
 
@@ -17,7 +17,7 @@ from isograd.numerics import triton_ops as ops
 @triton.jit(do_not_specialize=["seed_low", "seed_high"])
 def attention_backward_bias(
     do_ptr, q_ptr, k_ptr, v_ptr, dbias_ptr, rows_ptr, bias_ptr, mask_ptr, q_segments_ptr, k_segments_ptr, seed_low,
-    seed_high, counts, batch, heads, group, lq, lk, do_strides, q_strides, k_strides, v_strides, dbias_strides,
+    seed_high, counts, batch, heads, group, lq, lk, pitch, do_strides, q_strides, k_strides, v_strides, dbias_strides,
     bias_strides, mask_strides, left, right, a, b, threshold, inverse,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, LOWER_RIGHT: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, SEGMENTS: tl.constexpr,
@@ -36,9 +36,9 @@ def attention_backward_bias(
     if LOWER_RIGHT:
         left += lk - lq
         right += lk - lq
-    rows = memory.wide_int(batch) * heads * lq
+    rows = memory.wide_int(pitch) * heads * batch
     total = tl.zeros((BM, BN), tl.float32)
-    for n in range(0, counts[0] * counts[1] * counts[2] * counts[3]):
+    for n in range(counts[0] * counts[1] * counts[2] * counts[3]):
         tile_k, other = n % counts[3], n // counts[3]
         tile_q, other = other % counts[2], other // counts[2]
         z, h = mine_z + other // counts[1], mine_h + other % counts[1]
@@ -61,8 +61,11 @@ def attention_backward_bias(
             mask_ptr + zb * mask_strides[0] + hq * mask_strides[1], mask_strides, q_segment, k_segment,
             LEFT, RIGHT, SOFTCAP, False, True, MASK, SEGMENTS, True,
         )  # fmt: skip
-        at = rows_ptr + (zb * heads + hq) * lq + rows_here
-        lse, rest, delta = load_row_values(at, rows, inside, EXACT)
+        at = rows_ptr + (zb * heads + hq) * pitch + rows_here
+        lse, delta = tl.load(at), tl.load(at + rows)
+        rest = lse
+        if EXACT:
+            rest = tl.load(at + 2 * rows)
         p = masks.probabilities(s, a, lse[:, None], rest[:, None], False, EXACT)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         if DROPOUT:
@@ -84,16 +87,17 @@ def attention_backward_bias(
 
 
 @triton.jit
-def sink_terms(
-    rows_ptr, lse_ptr, sinks_ptr, terms_ptr, count, heads, length, BLOCK: tl.constexpr
-):  # fmt: skip
-    """-exp(sink - lse) * D of every row, in the work type; 0 where there is nothing but a sink of -inf."""
+def sink_terms(rows_ptr, sinks_ptr, terms_ptr, count, heads, pitch, EXACT: tl.constexpr, BLOCK: tl.constexpr):
+    """-exp(sink - lse) * D of all rows [B, H, pitch] of `attention_rows`, `count` in all."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    lse = tl.load(lse_ptr + at, mask=inside, other=0.0)
+    lse = tl.load(rows_ptr + at, mask=inside, other=0.0)
     delta = tl.load(rows_ptr + at + count, mask=inside, other=0.0)
-    sink = tl.load(sinks_ptr + (at // length) % heads, mask=inside, other=0.0).to(tl.float32)
-    share = ops.exp(tl.where(lse == float("-inf"), float("-inf"), sink - lse))
+    rest = lse
+    if EXACT:
+        rest = tl.load(rows_ptr + at + 2 * count, mask=inside, other=0.0)
+    sink = tl.load(sinks_ptr + (at // pitch) % heads, mask=inside, other=0.0).to(tl.float32)
+    share = masks.probabilities(sink, masks.LOG2E, lse, rest, True, EXACT)
     tl.store(terms_ptr + at, ops.negate(share) * delta, mask=inside)
 
 

@@ -20,6 +20,8 @@ LOG2E_LOW = tl.constexpr(math.log2(math.e) - float(np.float32(math.log2(math.e))
 LN2 = tl.constexpr(float(np.float32(math.log(2))))
 LN2_LOW = tl.constexpr(math.log(2) - float(np.float32(math.log(2))))
 
+PAD = tl.constexpr(128)  # rows of scratch memory, a multiple of every tile's
+
 _M0, _M1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
 _K0, _K1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 _DROPOUT_WORD = tl.constexpr(0x6174746E)
@@ -62,6 +64,12 @@ def rows_of_sequence(starts_ptr, n, count, tokens):
 
 
 @triton.jit
+def slot_of_sequence(starts_ptr, n, tokens):
+    """The place of a sequence's first row in scratch memory whose sequences start at multiples of PAD."""
+    return (_start(starts_ptr, n, tokens) // PAD + n) * PAD
+
+
+@triton.jit
 def find_sequence(starts_ptr, count, tokens, tile, BLOCK: tl.constexpr):
     """(sequence, tile within it) of a tile of packed sequences.
 
@@ -78,6 +86,31 @@ def find_sequence(starts_ptr, count, tokens, tile, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def locate(
+    own_starts_ptr, other_starts_ptr, z, tile, own, other, sequences, BLOCK: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    """Where a tile of BLOCK rows of one side is, the queries' or the keys'; `own` and `other` are rows of both sides.
+
+    (sequence, batch element, tile within the sequence, first row and rows of the own side, those of the other).
+    """
+    first, other_first = tile * 0, tile * 0
+    zb = z.to(tl.int64)
+    if PACKED:
+        z, tile = find_sequence(own_starts_ptr, sequences, own, tile, BLOCK)
+        first, own = rows_of_sequence(own_starts_ptr, z, sequences, own)
+        other_first, other = rows_of_sequence(other_starts_ptr, z, sequences, other)
+        other = tl.where(z < sequences, other, 0)
+        zb = zb * 0
+    return z, zb, tile, first, own, other_first, other
+
+
+@triton.jit
+def offset(zb, head, row, strides):
+    """The offset of a row; strides are (batch, head, row)."""
+    return zb * strides[0] + head.to(tl.int64) * strides[1] + row.to(tl.int64) * strides[2]
+
+
+@triton.jit
 def tile_rows(ptr, offset, rows, stride, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """A descriptor of `rows` rows of WIDTH elements in tiles [ROWS, BLOCK]; what lies outside is read as zero."""
     return tl.make_tensor_descriptor(
@@ -85,7 +118,7 @@ def tile_rows(ptr, offset, rows, stride, WIDTH: tl.constexpr, ROWS: tl.constexpr
     )
 
 
-# --- which tiles a program visits -------------------------------------------------------------------------------------
+# --- which tiles a program visits ------------------------------------------------------------------------------------
 @triton.jit
 def other_tiles(
     first, other, left, right, ROWS: tl.constexpr, OTHER: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
@@ -107,7 +140,7 @@ def other_tiles(
     return tl.minimum(begin // OTHER, end), full, tl.maximum(full_end // OTHER, full), end
 
 
-# --- scores ------------------------------------------------------------------------------------------------------------
+# --- scores ----------------------------------------------------------------------------------------------------------
 @triton.jit
 def scores(
     qk, i, j, lq, lk, left, right, a, b, bias_base, bias_strides, mask_base, mask_strides, q_segment, k_segment,
@@ -149,16 +182,13 @@ def scores(
 @triton.jit
 def probabilities(s, a, lse, rest, DIRECT: tl.constexpr, EXACT: tl.constexpr):
     """2^(s - lse), for DIRECT of s * a, lse in base 2; EXACT: `rest` is what rounding has left of lse."""
-    if DIRECT:
-        x = tl.fma(s, a, -lse)
-    else:
-        x = s - lse
+    x = tl.fma(s, a, -lse) if DIRECT else s - lse
     if EXACT:
         x = x - rest
     return tl.exp2(x)
 
 
-# --- dropout -----------------------------------------------------------------------------------------------------------
+# --- dropout ---------------------------------------------------------------------------------------------------------
 @triton.jit
 def kept(row, column, number, seed_low, seed_high, threshold, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """[ROWS, COLUMNS]: whether probabilities are kept, for the queries from `row` and the keys from `column` on.

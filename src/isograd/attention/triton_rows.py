@@ -1,10 +1,27 @@
 # ruff: noqa: N803
-"""What the backward pass of attention needs of every row beforehand, and dQ from its integers afterwards."""
+"""What the backward pass of attention needs of every row beforehand, and dQ from integers afterwards.
+
+The fixed point. A kernel over tiles of keys may add its parts of dQ as int32, whose sums have no order. The element d
+of row i of dQ / scale is the sum over j of dS_ij K_jd. With sum_j P_ij = 1, |dP_ij| <= |dO_i| |V_j| and
+|D_i| <= |dO_i| max_j |V_j| (+ |dlse_i|; Euclidean norms of rows; 1 / (1 - p) times all of it with dropout) the sum over
+any set of keys is at most
+
+    R_i c_d,  R_i = 2 |dO_i| max_j |V_j| / (1 - p) + |dlse_i|,  c_d = max_j |K_jd|
+
+where j runs over the keys of the row's own sequence and head. With the least e_i >= -96 and f_d >= -126 such that
+2^e_i >= R_i and 2^f_d >= c_d the integer is rint(x 2^(30 - e_i - f_d)). A tile's part, and the sum of all of them, is
+at most 2^30 in magnitude but for the rounding of P and dS, which is less than 1 part in 50, and for the halves that
+rint adds: both stay below 2^31, and sums that wrap around on the way do no harm. Each of t tiles of keys is off by at
+most half a quantum, so that dQ is off by at most t / 2 * scale * 2^(e_i + f_d - 30), about its root for errors that are
+independent. Where R_i, c_d or lse_i is not finite the row is marked, and its dQ is NaN whatever the integers say:
+nothing else reads them.
+"""
 
 import triton
 import triton.language as tl
 
 from isograd.attention import triton_masks as masks
+from isograd.numerics import triton_memory as memory
 from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
 from isograd.numerics import triton_terms as terms
@@ -24,9 +41,9 @@ def row_sums(o, do):
     p = o.to(tl.float32) * do.to(tl.float32)
     key = tl.reduce(terms.term_key(p), 1, _maximum)
     exponent, scale, magic, low_scale = sums.term_scale(key)
-    a, b = terms.term_parts(p, scale[:, None], magic[:, None], low_scale[:, None])
+    parts, _ = terms.term_parts(p, scale[:, None], magic[:, None], low_scale[:, None])
     special = tl.sum(terms.special_terms(p), 1)
-    total = tl.sum(a, 1)
+    total = tl.sum(parts, 1)
     return terms.sum_of_parts(total, total, exponent, special, key)
 
 
@@ -48,20 +65,10 @@ def norms(x):
 
 @triton.jit
 def load_rows(ptr, at, i, inside, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """A tile of rows of WIDTH elements, zero where a row is not inside and beyond its end."""
     d = tl.arange(0, BLOCK)
     pointers = ptr + at + i.to(tl.int64)[:, None] * stride + d[None, :]
     return tl.load(pointers, mask=inside[:, None] & (d < WIDTH)[None, :], other=0.0)
-
-
-@triton.jit
-def load_row_values(at, rows, inside, EXACT: tl.constexpr):
-    """(lse in base 2, with EXACT what rounding has left of it, D) of rows, from what `attention_rows` has written."""
-    lse = tl.load(at, mask=inside, other=float("inf"))
-    delta = tl.load(at + rows, mask=inside, other=0.0)
-    rest = lse
-    if EXACT:
-        rest = tl.load(at + 2 * rows, mask=inside, other=0.0)
-    return lse, rest, delta
 
 
 @triton.jit
@@ -112,45 +119,46 @@ def attention_bounds(
 
 @triton.jit
 def attention_rows(
-    o_ptr, do_ptr, lse_ptr, dlse_ptr, bounds_ptr, rows_ptr, q_starts_ptr, tiles, batch, heads, group, lq, sequences,
+    o_ptr, do_ptr, lse_ptr, dlse_ptr, bounds_ptr, rows_ptr, q_starts_ptr, batch, heads, group, lq, pitch, sequences,
     o_strides, do_strides, inverse,
     DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, DLSE: tl.constexpr, FIXED: tl.constexpr,
     EXACT: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Rows [3, B, H, L]: lse in base 2, +inf where no key is visible; D; a third number.
+    """Rows [2 or 3, B, H, pitch]: lse in base 2, +inf where no key is visible or no row is; D; a third number.
 
-    With FIXED that is 2**(30 - e_i), NaN where marked; with EXACT what rounding has left of the first.
+    With FIXED that is 2**(30 - e_i), NaN where marked; with EXACT what rounding has left of the first. A sequence's
+    rows start at a multiple of masks.PAD, see `masks.slot_of_sequence`; what lies between belongs to no row.
     """
     pid = tl.program_id(0)
-    head = pid // tiles
-    tile = pid - head * tiles
+    head = pid // (pitch // ROWS)
+    slot = (pid - head * (pitch // ROWS)) * ROWS
     z, h = head // heads, head % heads
-    first = tile * 0
-    count = (tile * 0 + batch).to(tl.int64) * heads * lq
+    zb = z.to(tl.int64)
+    first, row = slot * 0, slot
+    count = memory.wide_int(batch) * heads * pitch
     tokens = lq
     if PACKED:
-        z, tile = masks.find_sequence(q_starts_ptr, sequences, lq, tile, ROWS)
+        z, block = masks.find_sequence(q_starts_ptr, sequences, lq, slot // masks.PAD, masks.PAD)
         first, lq = masks.rows_of_sequence(q_starts_ptr, z, sequences, lq)
-    i = tile * ROWS + tl.arange(0, ROWS)
-    if tile * ROWS >= lq:
-        return
+        row = block * masks.PAD + slot % masks.PAD
+    i = row + tl.arange(0, ROWS)
     inside, wide = i < lq, first.to(tl.int64)
-    zb = (tile * 0 if PACKED else z).to(tl.int64)
     o_at = zb * o_strides[0] + h.to(tl.int64) * o_strides[1] + wide * o_strides[2]
     do_at = zb * do_strides[0] + h.to(tl.int64) * do_strides[1] + wide * do_strides[2]
     do = load_rows(do_ptr, do_at, i, inside, do_strides[2], DV, BDV)
     delta = row_sums(load_rows(o_ptr, o_at, i, inside, o_strides[2], DV, BDV), do)
-    at = (zb * heads + h) * tokens + wide + i
-    lse = tl.load(lse_ptr + at, mask=inside, other=0.0)
+    lse_at = (zb * heads + h) * tokens + wide + i
+    lse = tl.load(lse_ptr + lse_at, mask=inside, other=float("-inf"))
     if DLSE:
-        dlse = tl.load(dlse_ptr + at, mask=inside, other=0.0)
+        dlse = tl.load(dlse_ptr + lse_at, mask=inside, other=0.0)
         delta = delta - dlse
     lse2 = tl.where(lse == float("-inf"), float("inf"), lse * masks.LOG2E)
-    tl.store(rows_ptr + at, lse2, mask=inside)
-    tl.store(rows_ptr + count + at, delta, mask=inside)
+    to = rows_ptr + (zb * heads + h) * pitch + slot + tl.arange(0, ROWS)
+    tl.store(to, lse2)
+    tl.store(to + count, delta)
     if EXACT:
         rest = tl.fma(lse, masks.LOG2E_LOW, tl.fma(lse, masks.LOG2E, -lse2))
-        tl.store(rows_ptr + 2 * count + at, tl.where(tl.abs(lse2) < float("inf"), rest, 0.0), mask=inside)
+        tl.store(to + 2 * count, tl.where(tl.abs(lse2) < float("inf"), rest, 0.0))
     if FIXED:
         bounds = bounds_ptr + (z.to(tl.int64) * (heads // group) + h // group) * (BD + 1)
         columns = tl.max(tl.load(bounds + tl.arange(0, BD)), 0)
@@ -160,24 +168,25 @@ def attention_rows(
         bits = ops.magnitude_key(bound * 1.0005)
         good = (bits <= _LARGEST) & (columns <= _LARGEST) & (lse < float("inf"))
         factor = ops.pow2_32(30 - exponent_above(bits, _LEAST_ROW))
-        tl.store(rows_ptr + 2 * count + at, tl.where(good, factor, float("nan")), mask=inside)
+        tl.store(to + 2 * count, tl.where(good, factor, float("nan")))
 
 
 @triton.jit
 def fixed_to_float(
-    fixed_ptr, rows_ptr, bounds_ptr, dq_ptr, q_starts_ptr, tiles, batch, heads, group, lq, sequences, dq_strides, scale,
+    fixed_ptr, rows_ptr, bounds_ptr, dq_ptr, q_starts_ptr, tiles, batch, heads, group, lq, pitch, sequences, dq_strides,
+    scale,
     D: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """dq from the integers of `attention_backward_keys`."""
+    """Fill dq from its integers [B, H, L, D] and what `attention_bounds` and `attention_rows` have said."""
     pid = tl.program_id(0)
     head = pid // tiles
     tile = pid - head * tiles
     z, h = head // heads, head % heads
-    first = tile * 0
-    count = (tile * 0 + batch).to(tl.int64) * heads * lq
+    first, slot = tile * 0, tile * 0
     tokens = lq
     if PACKED:
         z, tile = masks.find_sequence(q_starts_ptr, sequences, lq, tile, ROWS)
+        slot = masks.slot_of_sequence(q_starts_ptr, z, lq)
         first, lq = masks.rows_of_sequence(q_starts_ptr, z, sequences, lq)
     i = tile * ROWS + tl.arange(0, ROWS)
     if tile * ROWS >= lq:
@@ -186,7 +195,8 @@ def fixed_to_float(
     zb = (tile * 0 if PACKED else z).to(tl.int64)
     at = (zb * heads + h) * tokens + wide
     fixed = load_rows(fixed_ptr, at * D, i, inside, D, D, BD)
-    factor = tl.load(rows_ptr + 2 * count + at + i, mask=inside, other=1.0)
+    factor_at = (zb * heads + h + 2 * memory.wide_int(batch) * heads) * pitch + slot + i
+    factor = tl.load(rows_ptr + factor_at, mask=inside, other=1.0)
     quantum = tl.where(factor == factor, ops.as_float(0x7F000000 - ops.as_int(factor)), factor)  # 1 / 2**x
     d = tl.arange(0, BD)
     bounds = bounds_ptr + (z.to(tl.int64) * (heads // group) + h // group) * (BD + 1) + d

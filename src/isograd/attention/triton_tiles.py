@@ -9,26 +9,19 @@ from isograd.triton_launcher import power_of_two
 
 
 class Tile(NamedTuple):
-    """Queries and keys of a tile, warps and stages of the pipeline.
-
-    overlap: whether the forward pass starts the next scores before it has finished with those that are there, which
-    costs registers. registers: most of them a thread, None for any number.
-    """
+    """Queries and keys of a tile, warps, and stages of the pipeline."""
 
     queries: int
     keys: int
     warps: int
     stages: int
-    overlap: bool = False
-    registers: int | None = None
 
 
 class BackwardTiles(NamedTuple):
-    """The tiles of the kernel over keys and of the one over queries; `fixed`: dQ comes from the first as integers."""
+    """The tiles of the kernel over keys and of the one over queries."""
 
     over_keys: Tile
     over_queries: Tile
-    fixed: bool
 
 
 def width(head_dim: int) -> int:
@@ -47,7 +40,7 @@ def forward(head_dim: int, v_dim: int, size: int, architecture: int) -> Tile:
         return Tile(64, 32, 4, 1) if row >= 512 else Tile(64, 32, 4, 2)
     if architecture < 90:
         return {512: Tile(64, 32, 4, 2), 256: Tile(128, 32, 4, 3)}.get(row, Tile(128, 64, 4, 3))
-    return {512: Tile(128, 64, 8, 2), 256: Tile(128, 128, 8, 2)}.get(row, Tile(128, 128, 8, 3))
+    return {512: Tile(128, 64, 8, 2), 256: Tile(64, 64, 4, 3)}.get(row, Tile(64, 128, 4, 2))
 
 
 def backward(head_dim: int, v_dim: int, size: int, architecture: int) -> BackwardTiles:
@@ -55,15 +48,14 @@ def backward(head_dim: int, v_dim: int, size: int, architecture: int) -> Backwar
     row = _bytes(head_dim, v_dim, size)
     if size == 4:
         tile = Tile(32, 32, 4, 1)
-        return BackwardTiles(tile, tile, False)
+        return BackwardTiles(tile, tile)
     if architecture < 90:
         tile = {512: Tile(32, 32, 4, 1), 256: Tile(32, 64, 4, 2)}.get(row, Tile(64, 64, 4, 2))
-        return BackwardTiles(tile, Tile(tile.keys, tile.queries, tile.warps, tile.stages), False)
+        return BackwardTiles(tile, Tile(tile.keys, tile.queries, tile.warps, tile.stages))
     if row == 512:
-        return BackwardTiles(Tile(64, 64, 8, 1), Tile(64, 64, 8, 1), False)
-    if row == 256:
-        return BackwardTiles(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), False)
-    return BackwardTiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3), False)
+        return BackwardTiles(Tile(64, 64, 8, 1), Tile(64, 64, 8, 1))
+    # Two programs of four warps on a multiprocessor: while one takes exponentials, the other one multiplies.
+    return BackwardTiles(Tile(64, 64, 4, 2), Tile(128, 64, 8, 3) if row == 256 else Tile(64, 64, 4, 2))
 
 
 def bias(head_dim: int, v_dim: int, size: int) -> Tile:
