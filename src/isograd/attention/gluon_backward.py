@@ -8,8 +8,6 @@ take as they are. Only dS goes through shared memory, for dQ = dS k over all 128
 it, in columns or in rows, one tile of queries later, so that it need not wait for the other. dQ is added up in global
 memory as integers, by reductions of the tensor memory accelerator; see `triton_rows` for the fixed point, its
 bounds, and what comes before and after.
-
-P is rounded to 16 bits once and so enters dV and dS alike.
 """
 
 from triton.experimental import gluon
@@ -180,10 +178,10 @@ def _step(
     pairs = steps.packed(p, dtype)
     # The branch of this wait, which keeps ptxas from moving the exponentials behind dP.
     mbarrier.wait(ds_empty.index(b), (step >> 1 & 1) ^ 1)
-    dp = warpgroup_mma_wait(0, deps=[dp])
+    dp, p = warpgroup_mma_wait(0, deps=[dp, p])
     dv = warpgroup_mma(steps.unpacked(pairs, dtype, a_layout), do, dv, is_async=True)
     delta = rows_smem.index(3 * q_at + 1).load(columns)
-    pairs = steps.packed(steps.widened(pairs, dtype, s_layout) * (dp - delta[None, :]), dtype)
+    pairs = steps.packed(p * (dp - delta[None, :]), dtype)
     next_factor = rows_smem.index(3 * q_at + 2)
     if ROWS == 128:
         next_factor = next_factor.slice(64 * c, 64)

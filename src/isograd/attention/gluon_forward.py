@@ -311,10 +311,11 @@ def attention_forward_hopper(
     CONSUMERS: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     TURNS: gl.constexpr,
 ):  # fmt: skip
-    """Attention: o and lse [B, H, Lq] of q, k and v [B, H, L, D]; `counter_ptr`: a zero, from which tiles are handed out.
+    """Attention: o and lse [B, H, Lq] of q, k and v [B, H, L, D].
 
-    offset: the key that row 0 is level with; group: heads of q that share one of k and v; tiles: tiles of queries of a
-    head; total: of all; together: heads whose tiles run at the same time; scale: of the scores in base 2.
+    counter_ptr: a zero, from which tiles are handed out; offset: the key that row 0 is level with; group: heads of q
+    that share one of k and v; tiles: tiles of queries of a head; total: of all; together: heads whose tiles run at the
+    same time; scale: of the scores in base 2.
     """
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [2 * CONSUMERS, 1, 1, 64, D], q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, KEYS, D], k_desc.layout)

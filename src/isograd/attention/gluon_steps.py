@@ -39,16 +39,3 @@ def unpacked(pairs, dtype: gl.constexpr, layout: gl.constexpr):
     second = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True)
     x = gl.join(first, second).reshape([pairs.shape[0], 2 * pairs.shape[1]])
     return gl.convert_layout(x, layout, assert_trivial=True)
-
-
-@gluon.jit
-def widened(pairs, dtype: gl.constexpr, layout: gl.constexpr):
-    """The numbers of `packed` in float32."""
-    if dtype == gl.bfloat16:
-        first = (pairs << 16).to(gl.float32, bitcast=True)
-        second = (pairs & -65536).to(gl.float32, bitcast=True)
-    else:
-        first = pairs.to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
-        second = (pairs >> 16).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
-    x = gl.join(first, second).reshape([pairs.shape[0], 2 * pairs.shape[1]])
-    return gl.convert_layout(x, layout, assert_trivial=True)
