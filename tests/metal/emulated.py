@@ -1,0 +1,39 @@
+"""Runs what the launcher of a plan would run on an Apple GPU in the emulator instead, on tensors of the CPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from emulator import Library, library
+
+from isograd import metal
+
+_INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last one in memory."""
+    return 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def memory(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The bits from the first to the last element of a tensor."""
+    flat = tensor.as_strided((_extent(tensor),), (1,))
+    return flat.view(getattr(torch, f"int{8 * tensor.element_size()}")).numpy().view(_INTEGERS[tensor.element_size()])
+
+
+def run(
+    kernel: metal.MetalKernel,
+    descriptor: Any,
+    seed: int = 0,
+    flush: bool = False,
+    change: Callable[[str], str] = lambda source: source,
+    **arguments: torch.Tensor,
+) -> None:
+    """Run a kernel's launches; `change` alters the source first."""
+    compiled: Library = library(change(metal.source(kernel.family)))
+    for call in kernel.launches(descriptor.validated(), arguments):
+        buffers = [b if isinstance(b, list) else memory(b) for b in call.buffers]
+        threads = call.groups * call.group_size
+        compiled.run(call.name, *buffers, threads=threads, group_size=call.group_size, seed=seed, flush=flush)
