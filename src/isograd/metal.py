@@ -7,6 +7,7 @@ lists of 64-bit integers. torch is imported when it is first needed.
 import functools
 import importlib.resources
 import os
+import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -17,8 +18,8 @@ from isograd.plan import Kernel, PrecisionGuarantee
 
 DTYPES = ("float16", "bfloat16", "float32")  # Metal has no float64
 MOST_GROUPS = 1 << 20  # of a launch; each serves several rows where there are more
-_LEAST_THREADS, _MOST_THREADS = 32, 256
-_INCLUDE = '#include "isograd/numerics/metal_ops.h"\n'
+_LEAST_THREADS, MOST_THREADS = 32, 256  # of a threadgroup
+_INCLUDE = re.compile(r'^#include "(isograd/[\w./]+)"\n', re.MULTILINE)
 
 
 class Launch(NamedTuple):
@@ -36,14 +37,25 @@ class Launch(NamedTuple):
 @functools.cache
 def source(family: str) -> str:
     """The kernels of a family as one text in ASCII, which is all that Metal's compiler is handed."""
-    files = importlib.resources.files("isograd")
-    kernels = (files / family / "metal_kernels.metal").read_text("ascii")
-    return kernels.replace(_INCLUDE, (files / "numerics" / "metal_ops.h").read_text("ascii"), 1)
+    return _with_headers(f"isograd/{family}/metal_kernels.metal", set())
+
+
+def _with_headers(path: str, seen: set[str]) -> str:
+    """A file with the text of each header in the place where it is first included."""
+    text = importlib.resources.files("isograd").joinpath(*path.split("/")[1:]).read_text("ascii")
+
+    def header(match: re.Match[str]) -> str:
+        if match[1] in seen:
+            return ""
+        seen.add(match[1])
+        return _with_headers(match[1], seen)
+
+    return _INCLUDE.sub(header, text)
 
 
 def threads_for(columns: int) -> int:
     """Threads of a threadgroup that serves a row: a power of two, some four columns each."""
-    return min(max(1 << max((columns - 1) // 4, 0).bit_length(), _LEAST_THREADS), _MOST_THREADS)
+    return min(max(1 << max((columns - 1) // 4, 0).bit_length(), _LEAST_THREADS), MOST_THREADS)
 
 
 def unavailable() -> str | None:

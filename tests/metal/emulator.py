@@ -38,6 +38,7 @@ _ATTRIBUTES = {
     "threadgroup_position_in_grid": f"{_GROUP}.position",
     "threads_per_threadgroup": f"{_GROUP}.shape",
     "threadgroups_per_grid": f"{_GROUP}.groups",
+    "threads_per_grid": f"{_GROUP}.grid",
     "thread_index_in_simdgroup": f"({_SELF}.index % 32)",
     "simdgroup_index_in_threadgroup": f"({_SELF}.index / 32)",
 }
@@ -137,8 +138,9 @@ def translated(source: str) -> tuple[str, dict[str, tuple[str, list[Parameter]]]
     source = _VARIABLE.sub(r"\1static \2 \3\4; static_cast<void>(emulator::threadgroup_variable(\3));", source)
     functions = [
         f'extern "C" int run_{name}(void** a, const uint32_t* g, const uint32_t* t, unsigned seed, int flush,'
-        f" char* error, int n) {{ return emulator::run({{g[0], g[1], g[2]}}, {{t[0], t[1], t[2]}}, seed, flush, [](void* p) {{"
-        f" void** a = static_cast<void**>(p); {function}({', '.join(map(_argument, parameters))}); }}, a, error, n); }}"
+        f" char* error, int n) {{ return emulator::run({{g[0], g[1], g[2]}}, {{t[0], t[1], t[2]}}, seed, flush,"
+        f" [](void* p) {{ void** a = static_cast<void**>(p); {function}({', '.join(map(_argument, parameters))}); }},"
+        " a, error, n); }"
         for name, (function, parameters) in entries.items()
     ]
     return "\n".join([source, *functions]), entries

@@ -314,6 +314,13 @@ struct Wide {
   long high, low;
 };
 
+inline Wide nothing() {
+  Wide w;
+  w.high = 0;
+  w.low = 0;
+  return w;
+}
+
 inline void add(thread Wide& sum, long k) {
   sum.high += k >> 32;
   sum.low += k & 0xFFFFFFFFl;
@@ -370,9 +377,7 @@ inline Pair number_pair(Wide sum, int exponent) {
   // The rest is below 2^62, so arithmetic modulo 2^64 finds it.
   const Wide w = carried(sum);
   const ulong head = r.e > 63 ? 0 : r.m << r.e, all = (ulong(w.high) << 32) + ulong(w.low);
-  Wide rest;
-  rest.high = 0;
-  rest.low = 0;
+  Wide rest = nothing();
   add(rest, long(r.minus ? all + head : all - head));
   Pair p;
   p.high = packed(r.minus, r.m, r.e + exponent);
@@ -393,7 +398,6 @@ inline float special_sum(int marks) { return marks == 3 ? canonical_nan() : infi
 // --- reductions over a threadgroup -----------------------------------------------------------------------------------
 // `part` has two longs a thread; the number of threads is a multiple of 32. All threads get the result. The first
 // barrier waits for those that still read what the reduction before left.
-constant constexpr uint MOST_THREADS = 256;
 
 inline long larger(long a, long b) { return a < b ? b : a; }
 
@@ -432,14 +436,46 @@ inline Wide reduced_sum(Wide value, uint lane, uint threads, threadgroup long* p
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  Wide sum;
-  sum.high = 0;
-  sum.low = 0;
+  Wide sum = nothing();
   for (uint i = 0; i < 32; i++) {
     sum.high += part[i];
     sum.low += part[threads + i];
   }
   return sum;
+}
+
+// The sum of terms.at(0), .., terms.at(n - 1) in any order (rule 4), for all threads of a group
+template <typename Terms>
+float order_free_sum(Terms terms, long n, uint lane, uint threads, threadgroup long* part) {
+  int largest = 0;
+  for (long j = lane; j < n; j += threads) largest = max(largest, int(magnitude(terms.at(j))));
+  largest = reduced_max(largest, lane, threads, part);
+  if (uint(largest) >= INFINITE) {
+    int marks = 0;
+    for (long j = lane; j < n; j += threads) marks |= special_mark(terms.at(j));
+    return special_sum(reduced_marks(marks, lane, threads, part));
+  }
+  const int exponent = term_exponent(uint(largest));
+  Wide sum = nothing();
+  for (long j = lane; j < n; j += threads) add(sum, scaled_integer(terms.at(j), QUANTUM_BITS - exponent));
+  return number(reduced_sum(sum, lane, threads, part), exponent - QUANTUM_BITS);
+}
+
+// --- indices out of range --------------------------------------------------------------------------------------------
+// flag: code or 0, flat position, value, size of the axis; the first thread to find a 0 there writes. Metal compares and
+// exchanges 32 bits, the lower half of the first number.
+inline void report(device long* flag, long code, long position, long value, long size) {
+  bool first = false;
+  uint found = 0;
+  while (!first && found == 0) {  // an exchange may fail without a reason
+    first = atomic_compare_exchange_weak_explicit((device atomic_uint*)flag, &found, uint(code), memory_order_relaxed,
+                                                  memory_order_relaxed);
+  }
+  if (first) {
+    flag[1] = position;
+    flag[2] = value;
+    flag[3] = size;
+  }
 }
 
 // --- strided rows ----------------------------------------------------------------------------------------------------
