@@ -43,7 +43,7 @@ _ATTRIBUTES = {
     "simdgroup_index_in_threadgroup": f"({_SELF}.index / 32)",
 }
 _SCALARS = ("thread_index_in_simdgroup", "simdgroup_index_in_threadgroup")
-_VARIABLE = re.compile(r"(^|[{};]\s*)threadgroup\s+([\w:]+(?:<[^<>;]*>)?)\s+(\w+)\s*((?:\[[^\]]*\])*)\s*;", re.M)
+_VARIABLE = re.compile(r"(^\s*|[{};]\s*)threadgroup\s+([\w:]+(?:<[^<>;]*>)?)\s+(\w+)\s*((?:\[[^\]]*\])*)\s*;", re.M)
 _ENTRY = re.compile(r"(?:template\s*<([^<>]*)>\s*)?(?:\[\[kernel\]\]|\bkernel)\s+void\s+(\w+)\s*\(")
 _INSTANCE = re.compile(
     r"template\s*\[\[host_name\(\"(\w+)\"\)\]\]\s*(?:\[\[kernel\]\]|kernel)\s*"

@@ -132,6 +132,12 @@ def test_too_much_threadgroup_memory() -> None:
         _run(_ENTRY + body.replace("8192", "8193"))
 
 
+def test_every_variable_of_a_threadgroup_is_shared() -> None:
+    body = "{\n  threadgroup float a[64];\n  threadgroup float b[64];\n  threadgroup float c;\n"
+    body += f"a[i] = i; b[i] = 2 * i; if (i == 9) c = 1;\n{_BARRIER}\ny[i] = a[63 - i] + b[63 - i] + c; }}"
+    assert np.array_equal(_run(_ENTRY + body), 3 * (63 - np.arange(64.0)) + 1)
+
+
 def test_threadgroup_memory_starts_as_nan() -> None:
     assert np.isnan(_run(_ENTRY + "{ threadgroup float part[64]; y[i] = part[i]; }")).all()
 

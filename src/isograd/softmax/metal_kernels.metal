@@ -8,7 +8,7 @@ template <typename X, typename Y>
 void softmax_row(X x, long x_step, Y y, long y_step, long n, uint lane, uint threads, threadgroup long* part) {
   const bool is_short = sizeof(x[0]) == 2;
   const Row row = row_of(row_key(x, x_step, n, lane, threads, part), is_short);
-  const Wide sum = exponential_sum(x, x_step, n, row, lane, threads, part);
+  const Wide sum = exponential_sum(x, x_step, n, row, is_short, lane, threads, part);
   const Pair r = reciprocal(sum, n, is_short);
   for (long j = lane; j < n; j += threads) {
     store(y, j * y_step, row.valid ? quotient_of(widen(x[j * x_step]), row, r, is_short) : canonical_nan());
@@ -55,7 +55,7 @@ template <typename X, typename Y>
 void log_softmax_row(X x, long x_step, Y y, long y_step, long n, uint lane, uint threads, threadgroup long* part) {
   const bool is_short = sizeof(x[0]) == 2;
   const Row row = row_of(row_key(x, x_step, n, lane, threads, part), is_short);
-  const Wide sum = exponential_sum(x, x_step, n, row, lane, threads, part);
+  const Wide sum = exponential_sum(x, x_step, n, row, is_short, lane, threads, part);
   LogSum l;
   l.top = l.middle = l.low = 0.0f;
   if (row.valid) l = log_sum(sum, n, row, is_short);

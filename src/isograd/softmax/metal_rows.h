@@ -61,8 +61,8 @@ int row_key(X x, long step, long n, uint lane, uint threads, threadgroup long* p
 }
 
 template <typename X>
-Wide exponential_sum(X x, long step, long n, Row row, uint lane, uint threads, threadgroup long* part) {
-  const bool is_short = sizeof(x[0]) == 2;
+Wide exponential_sum(X x, long step, long n, Row row, bool is_short, uint lane, uint threads,
+                     threadgroup long* part) {
   Wide sum = nothing();
   if (row.valid) {
     for (long j = lane; j < n; j += threads) {
