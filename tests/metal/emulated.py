@@ -1,11 +1,10 @@
 """Runs what the launcher of a plan would run on an Apple GPU in the emulator instead, on tensors of the CPU."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from emulator import Library, library
+from emulator import BARRIER, Library, library
 
 from isograd import metal
 
@@ -28,12 +27,19 @@ def run(
     descriptor: Any,
     seed: int = 0,
     flush: bool = False,
-    change: Callable[[str], str] = lambda source: source,
+    compiled: Library | None = None,
     **arguments: torch.Tensor,
 ) -> None:
-    """Run a kernel's launches; `change` alters the source first."""
-    compiled: Library = library(change(metal.source(kernel.family)))
+    """Run a kernel's launches, from its own source unless a library is given."""
+    compiled = compiled or library(metal.source(kernel.family))
     for call in kernel.launches(descriptor.validated(), arguments):
         buffers = [b if isinstance(b, list) else memory(b) for b in call.buffers]
         threads = call.groups * call.group_size
         compiled.run(call.name, *buffers, threads=threads, group_size=call.group_size, seed=seed, flush=flush)
+
+
+def needed_barriers(family: str) -> range:
+    """The numbers of the barriers that are a family's own and not the header's, for `emulator.without_barrier`."""
+    source = metal.source(family)
+    shared = metal.source("softmax")
+    return range(len(BARRIER.findall(shared)), len(BARRIER.findall(source)))

@@ -214,6 +214,15 @@ class Library:
 
 
 @functools.cache
-def library(source: str) -> Library:
+def library(source: str, flags: tuple[str, ...] = ()) -> Library:
     """A library that is compiled once in a process."""
-    return Library(source)
+    return Library(source, flags)
+
+
+BARRIER = re.compile(r"threadgroup_barrier\([^()]*\);")
+
+
+def without_barrier(source: str, which: int) -> str:
+    """A source with one of its barriers left out."""
+    match = list(BARRIER.finditer(source))[which]
+    return source[: match.start()] + source[match.end() :]

@@ -5,11 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from emulated import run
-from emulator import FLUSHES, SCHEDULES, needs_compiler
+from emulated import needed_barriers, run
+from emulator import FLUSHES, SCHEDULES, EmulatorError, Library, needs_compiler, without_barrier
 from problems import DTYPES, array, same_bits, stored, tensor
 
 import isograd
+from isograd import metal
 from isograd.cli.suites.gather import SUITES
 from isograd.errors import IndexOutOfRangeError
 from isograd.gather import reference
@@ -28,11 +29,18 @@ def _taken(x: torch.Tensor, indices: torch.Tensor, axis: int, seed: int) -> np.n
     return array(v)
 
 
-def _summed(shape: tuple[int, ...], indices: torch.Tensor, dv: torch.Tensor, axis: int, seed: int) -> Any:
+def _summed(
+    shape: tuple[int, ...],
+    indices: torch.Tensor,
+    dv: torch.Tensor,
+    axis: int,
+    seed: int,
+    compiled: Library | None = None,
+) -> Any:
     dtype, index_dtype = (str(t.dtype).removeprefix("torch.") for t in (dv, indices))
     descriptor = TakeAlongAxisBackwardDescriptor(shape, tuple(indices.shape), dtype, index_dtype, axis)
     dx = torch.empty(shape, dtype=dv.dtype)
-    run(KERNEL, descriptor, seed, FLUSHES, indices=indices, dv=dv, dx=dx)
+    run(KERNEL, descriptor, seed, FLUSHES, compiled, indices=indices, dv=dv, dx=dx)
     return array(dx)
 
 
@@ -96,6 +104,23 @@ def test_groups_that_serve_several_lines(monkeypatch: pytest.MonkeyPatch) -> Non
     expected = reference.take_along_axis_backward(dv, indices, (7, 40))
     for seed in SCHEDULES:
         assert same_bits(_summed((7, 40), tensor(indices), tensor(dv), 1, seed), expected)
+
+
+@pytest.mark.parametrize("which", needed_barriers("gather"))
+def test_a_removed_barrier_is_found(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isograd.gather.metal._MOST_GROUPS", 1)
+    rng = np.random.default_rng(3)
+    indices, dv = rng.integers(0, 60, (3, 100)), rng.standard_normal((3, 100)).astype(np.float32)
+    expected = reference.take_along_axis_backward(dv, indices, (3, 60))
+    compiled = Library(without_barrier(metal.source("gather"), which), ("-O0",))
+
+    def right(seed: int) -> bool:
+        try:
+            return same_bits(_summed((3, 60), tensor(indices), tensor(dv), 1, seed, compiled), expected)
+        except EmulatorError:
+            return False
+
+    assert not all(map(right, SCHEDULES))
 
 
 @pytest.mark.parametrize("index_dtype", [np.int32, np.int64])

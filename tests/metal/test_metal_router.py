@@ -5,11 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from emulated import run
-from emulator import FLUSHES, SCHEDULES, needs_compiler
+from emulated import needed_barriers, run
+from emulator import FLUSHES, SCHEDULES, EmulatorError, Library, needs_compiler, without_barrier
 from problems import DTYPES, array, same_bits, stored, tensor
 
 import isograd
+from isograd import metal
 from isograd.arrays import numpy_dtype
 from isograd.cli.suites.common import Case
 from isograd.cli.suites.router import SUITES
@@ -22,13 +23,15 @@ pytestmark = needs_compiler
 KERNEL = MetalRouter()
 
 
-def _computed(operation: str, case: Case, dtype: str, seed: int, **views: torch.Tensor) -> list[np.ndarray[Any, Any]]:
+def _computed(
+    operation: str, case: Case, dtype: str, seed: int, compiled: Library | None = None, **views: torch.Tensor
+) -> list[np.ndarray[Any, Any]]:
     descriptor = SUITES[operation].descriptor(case, dtype)
     given = {name: views.get(name, tensor(a)) for name, a in case.inputs.items()}
     outputs = {
         o.name: tensor(np.empty(o.shape, numpy_dtype(o.dtype))) for o in descriptor.validated().operands() if o.output
     }
-    run(KERNEL, descriptor, seed, FLUSHES and seed % 2 == 0, **given, **outputs)
+    run(KERNEL, descriptor, seed, FLUSHES and seed % 2 == 0, compiled, **given, **outputs)
     return [array(out) for out in outputs.values()]
 
 
@@ -60,24 +63,45 @@ def test_numbers_of_experts(experts: int, seed: int) -> None:
         assert same_bits(got, wanted)
 
 
+def _difficult(operation: str) -> tuple[Case, torch.Tensor]:
+    """Five times three tokens with strided logits, and these logits; groups, or an expert that occurs four times."""
+    rng = np.random.default_rng(5)
+    wide = stored(rng.standard_normal((5, 3, 160)), "bfloat16")
+    options: dict[str, Any] = {"renormalize": operation != "moe_router", "scale": 1.5}
+    inputs = {"logits": wide[:, :, ::2]}
+    if operation == "moe_router":
+        options |= {"k": 4, "groups": 16, "group_k": 2}
+    else:
+        inputs["experts"] = rng.integers(0, 80, (5, 3, 4)).astype(np.int32)
+        inputs["experts"][0, 0] = 7
+        inputs = {"dweights": rng.standard_normal((5, 3, 4)).astype(np.float32), **inputs}
+    return Case("", inputs, options), tensor(wide)[:, :, ::2]
+
+
+def _right(operation: str, seed: int, compiled: Library | None = None) -> bool:
+    case, logits = _difficult(operation)
+    got = _computed(operation, case, "bfloat16", seed, compiled, logits=logits)
+    return all(same_bits(*pair) for pair in zip(got, _expected(operation, case), strict=True))
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_strided_logits_and_groups_that_serve_several_tokens(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("isograd.metal.MOST_GROUPS", 2)
-    rng = np.random.default_rng(5)
-    wide = stored(rng.standard_normal((5, 3, 80)), "bfloat16")
-    options: dict[str, Any] = {"renormalize": True, "scale": 1.5}
-    inputs = {"logits": wide[:, :, ::2]}
-    if operation == "moe_router":
-        options |= {"k": 4, "groups": 8, "group_k": 3}
-    else:
-        inputs["experts"] = rng.integers(0, 40, (5, 3, 4)).astype(np.int32)
-        inputs["experts"][0, 0] = 7  # the same four times
-        inputs = {"dweights": rng.standard_normal((5, 3, 4)).astype(np.float32), **inputs}
-    case = Case("", inputs, options)
-    for seed in SCHEDULES:
-        got = _computed(operation, case, "bfloat16", seed, logits=tensor(wide)[:, :, ::2])
-        for result, wanted in zip(got, _expected(operation, case), strict=True):
-            assert same_bits(result, wanted)
+    assert all(_right(operation, seed) for seed in SCHEDULES)
+
+
+@pytest.mark.parametrize("which", needed_barriers("router"))
+def test_a_removed_barrier_is_found(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isograd.metal.MOST_GROUPS", 2)
+    compiled = Library(without_barrier(metal.source("router"), which), ("-O0",))
+
+    def right(operation: str, seed: int) -> bool:
+        try:
+            return _right(operation, seed, compiled)
+        except EmulatorError:
+            return False
+
+    assert not all(right(operation, seed) for operation in OPERATIONS for seed in SCHEDULES)
 
 
 def test_a_token_with_an_expert_out_of_range() -> None:

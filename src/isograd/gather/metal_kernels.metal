@@ -54,6 +54,8 @@ template <typename I, typename V, typename O>
 void scatter_line(I indices, long index_step, V values, long value_step, O out, long out_step, long n, long k,
                   device uint* heads, device uint* next, device long* flag, long code, long position,
                   long position_step, uint lane, uint threads) {
+  // The next line may begin at once: a thread reads and clears the heads of its own destinations alone, and no source is
+  // listed before all have arrived here.
   for (long d = lane; d < n; d += threads) heads[d] = 0;
   threadgroup_barrier(mem_flags::mem_device);
   for (long j = lane; j < k; j += threads) {
@@ -66,7 +68,6 @@ void scatter_line(I indices, long index_step, V values, long value_step, O out, 
   }
   threadgroup_barrier(mem_flags::mem_device);
   for (long d = lane; d < n; d += threads) store(out, d * out_step, list_sum(heads[d], values, value_step, next));
-  threadgroup_barrier(mem_flags::mem_device);
 }
 
 }  // namespace isograd
