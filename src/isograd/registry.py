@@ -32,10 +32,13 @@ class Entry(NamedTuple):
 _FAMILIES = (
     "isograd.softmax.plans",
     "isograd.softmax.cuda",
+    "isograd.softmax.metal",
     "isograd.gather.plans",
     "isograd.gather.cuda",
+    "isograd.gather.metal",
     "isograd.router.plans",
     "isograd.router.cuda",
+    "isograd.router.metal",
     "isograd.losses.cross_entropy_plans",
     "isograd.losses.linear_plans",
     "isograd.losses.divergence_plans",

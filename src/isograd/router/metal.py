@@ -46,13 +46,13 @@ class MetalRouter(metal.MetalKernel):
             return
         d, softmax = descriptor, int(descriptor.scoring == "softmax")
         layout = [tokens, experts, d.k]
+        names = ["dweights", "logits", "experts", "dlogits"]
         if d.operation == "moe_router":
-            names = ("logits", "weights", "experts")
+            names = ["logits", "weights", "experts"]
             bias = arguments.get("bias")
             layout += [d.groups, d.group_k, softmax, int(d.renormalize), int(d.bias), _bits(d.scale)]
             layout.append(0 if bias is None else bias.stride(0))
         else:
-            names = ("dweights", "logits", "experts", "dlogits")
             code = faults.code(d.operation, "experts", False)
             layout += [softmax, int(d.renormalize), _bits(d.scale), code]
         layout += [len(outer), *outer]
