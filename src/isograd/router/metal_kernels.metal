@@ -109,13 +109,127 @@ struct RouterTerms {
   float at(long e) const { return times(scores.at(e), dy[e]); }
 };
 
+// --- a token ---------------------------------------------------------------------------------------------------------
+constant constexpr int MOST_EXPERTS = 4096;
+constant constexpr int MOST_CHOICES = 1024;  // groups of experts
+constant constexpr int ONE_BITS = 0x3F800000;
+
+struct Routing {
+  long experts, k, choices, chosen_choices;
+  bool softmax, renormalize, has_bias;
+  int scale_bits;
+};
+
+// The experts of a token and their weights; keys and choice_keys are scratch memory of the group
+template <typename X, typename B, typename W, typename E>
+void route_token(X logits, long logit_step, B bias, long bias_step, W weights, long weight_step, E chosen,
+                 long chosen_step, Routing routing, uint lane, uint threads, threadgroup int* keys,
+                 threadgroup int* choice_keys, threadgroup long* part) {
+  const long n = routing.experts, k = routing.k, choices = routing.choices, members = n / choices;
+  const Scores<X> scores = scores_of(logits, logit_step, n, routing.softmax, lane, threads, part);
+  for (long e = lane; e < n; e += threads) {
+    const float s = scores.at(e);
+    keys[e] = selection_key(routing.has_bias ? plus(s, bias[e * bias_step]) : s);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (choices > 1) {
+    for (long g = lane; g < choices; g += threads) {
+      choice_keys[g] = group_key(scores, bias, bias_step, routing.has_bias, keys, g * members, members);
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (long g = lane; g < choices; g += threads) {
+      if (rank_of(choice_keys, choices, g) < routing.chosen_choices) continue;
+      for (long e = g * members; e < (g + 1) * members; e++) keys[e] = NOT_KEPT;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  for (long e = lane; e < n; e += threads) {
+    const long place = rank_of(keys, n, e);
+    if (place < k) chosen[place * chosen_step] = e;
+  }
+  threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);
+  Chosen<X, E> terms;
+  terms.scores = scores;
+  terms.experts = chosen;
+  terms.step = chosen_step;
+  float total = 0.0f;
+  if (routing.renormalize) total = order_free_sum(terms, k, lane, threads, part);
+  const float scale = as_float(routing.scale_bits);
+  for (long i = lane; i < k; i += threads) {
+    const float w = routing.renormalize ? share(terms.at(i), total) : terms.at(i);
+    store(weights, i * weight_step, routing.scale_bits == ONE_BITS ? w : times(w, scale));
+  }
+}
+
+// The gradient of a token's logits; dy and is_chosen are scratch memory of the group
+template <typename G, typename X, typename E, typename D>
+void route_token_backward(G dweights, long gradient_step, X logits, long logit_step, E chosen, long chosen_step,
+                          D dlogits, long result_step, Routing routing, device long* flag, long code, long position,
+                          uint lane, uint threads, threadgroup float* dy, threadgroup uchar* is_chosen,
+                          threadgroup long* part) {
+  const long n = routing.experts, k = routing.k;
+  int outside = 0;
+  for (long i = lane; i < k; i += threads) {
+    const long e = long(chosen[i * chosen_step]);
+    if (e < 0 || e >= n) {
+      outside = 1;
+      report(flag, code, position + i, e, n);
+    }
+  }
+  if (reduced_max(outside, lane, threads, part) != 0) {
+    for (long e = lane; e < n; e += threads) store(dlogits, e * result_step, canonical_nan());
+    return;
+  }
+  ShareTerms<Chosen<X, E>, G> terms;
+  terms.chosen.scores = scores_of(logits, logit_step, n, routing.softmax, lane, threads, part);
+  terms.chosen.experts = chosen;
+  terms.chosen.step = chosen_step;
+  terms.total = 0.0f;
+  terms.gradients = dweights;
+  terms.step = gradient_step;
+  terms.scale = as_float(routing.scale_bits);
+  terms.scaled = routing.scale_bits != ONE_BITS;
+  float mean = 0.0f;
+  if (routing.renormalize) {
+    terms.total = order_free_sum(terms.chosen, k, lane, threads, part);
+    mean = order_free_sum(terms, k, lane, threads, part);
+  }
+  for (long e = lane; e < n; e += threads) {
+    dy[e] = 0.0f;
+    is_chosen[e] = 0;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (long i = lane; i < k; i += threads) {
+    const long e = long(chosen[i * chosen_step]);
+    bool last = true;  // should an expert occur twice, its last occurrence counts
+    for (long j = i + 1; j < k; j++) last = last && long(chosen[j * chosen_step]) != e;
+    if (!last) continue;
+    const float g = terms.gradient(i);
+    dy[e] = routing.renormalize ? share(plus(g, negative(mean)), terms.total) : g;
+    is_chosen[e] = 1;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  RouterTerms<X> products;
+  products.scores = terms.chosen.scores;
+  products.dy = dy;
+  float sum = 0.0f;
+  if (routing.softmax) sum = order_free_sum(products, n, lane, threads, part);
+  for (long e = lane; e < n; e += threads) {
+    const float s = products.scores.at(e);
+    float v = 0.0f;
+    if (routing.softmax) {
+      v = times(s, plus(dy[e], negative(sum)));
+    } else if (is_chosen[e] != 0) {
+      v = times(products.at(e), plus(1.0f, negative(s)));
+    }
+    store(dlogits, e * result_step, v);
+  }
+}
+
 }  // namespace isograd
 
 #ifndef ISOGRAD_FUNCTIONS
 // --- entry points ----------------------------------------------------------------------------------------------------
-constant constexpr int MOST_EXPERTS = 4096;
-constant constexpr int MOST_CHOICES = 1024;  // groups of experts
-
 // layout: tokens, experts, k, groups, chosen groups, softmax, renormalize, has_bias, bits of the scale, the bias's stride,
 // rank of the tokens, their sizes, and for logits, weights and experts the stride along the last axis and along the others
 template <typename T>
@@ -124,55 +238,28 @@ template <typename T>
                       constant long* layout [[buffer(4)]], uint group [[threadgroup_position_in_grid]],
                       uint groups [[threadgroups_per_grid]], uint lane [[thread_position_in_threadgroup]],
                       uint threads [[threads_per_threadgroup]]) {
-  threadgroup int keys[MOST_EXPERTS];
-  threadgroup int group_keys[MOST_CHOICES];
+  threadgroup int keys[isograd::MOST_EXPERTS];
+  threadgroup int choice_keys[isograd::MOST_CHOICES];
   threadgroup long part[512];
-  const long n = layout[1], k = layout[2], choices = layout[3], members = n / choices;
-  const bool softmax = layout[5] != 0, renormalize = layout[6] != 0, has_bias = layout[7] != 0;
-  const float scale = isograd::as_float(int(layout[8]));
-  const long bias_step = layout[9];
+  isograd::Routing routing;
+  routing.experts = layout[1];
+  routing.k = layout[2];
+  routing.choices = layout[3];
+  routing.chosen_choices = layout[4];
+  routing.softmax = layout[5] != 0;
+  routing.renormalize = layout[6] != 0;
+  routing.has_bias = layout[7] != 0;
+  routing.scale_bits = int(layout[8]);
   const int rank = int(layout[10]);
   constant long* shape = layout + 11;
   constant long* logit_strides = shape + rank;
   constant long* weight_strides = logit_strides + rank + 1;
   constant long* expert_strides = weight_strides + rank + 1;
   for (long token = group; token < layout[0]; token += groups) {
-    device const T* x = logits + isograd::row_offset(token, rank, shape, logit_strides + 1);
-    device float* w = weights + isograd::row_offset(token, rank, shape, weight_strides + 1);
-    device long* chosen = experts + isograd::row_offset(token, rank, shape, expert_strides + 1);
-    const isograd::Scores<device const T*> scores =
-        isograd::scores_of(x, logit_strides[0], n, softmax, lane, threads, part);
-    for (long e = lane; e < n; e += threads) {
-      const float s = scores.at(e);
-      keys[e] = isograd::selection_key(has_bias ? isograd::plus(s, bias[e * bias_step]) : s);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (choices > 1) {
-      for (long g = lane; g < choices; g += threads) {
-        group_keys[g] = isograd::group_key(scores, bias, bias_step, has_bias, keys, g * members, members);
-      }
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      for (long g = lane; g < choices; g += threads) {
-        if (isograd::rank_of(group_keys, choices, g) < layout[4]) continue;
-        for (long e = g * members; e < (g + 1) * members; e++) keys[e] = isograd::NOT_KEPT;
-      }
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-    }
-    for (long e = lane; e < n; e += threads) {
-      const long place = isograd::rank_of(keys, n, e);
-      if (place < k) chosen[place * expert_strides[0]] = e;
-    }
-    threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);
-    isograd::Chosen<device const T*, device const long*> terms;
-    terms.scores = scores;
-    terms.experts = chosen;
-    terms.step = expert_strides[0];
-    float total = 0.0f;
-    if (renormalize) total = isograd::order_free_sum(terms, k, lane, threads, part);
-    for (long i = lane; i < k; i += threads) {
-      const float v = renormalize ? isograd::share(terms.at(i), total) : terms.at(i);
-      isograd::store(w, i * weight_strides[0], layout[8] == 0x3F800000 ? v : isograd::times(v, scale));
-    }
+    isograd::route_token(logits + isograd::row_offset(token, rank, shape, logit_strides + 1), logit_strides[0], bias,
+                         layout[9], weights + isograd::row_offset(token, rank, shape, weight_strides + 1),
+                         weight_strides[0], experts + isograd::row_offset(token, rank, shape, expert_strides + 1),
+                         expert_strides[0], routing, lane, threads, keys, choice_keys, part);
   }
 }
 
@@ -185,11 +272,15 @@ template <typename T, typename I>
                                uint group [[threadgroup_position_in_grid]], uint groups [[threadgroups_per_grid]],
                                uint lane [[thread_position_in_threadgroup]],
                                uint threads [[threads_per_threadgroup]]) {
-  threadgroup float dy[MOST_EXPERTS];
-  threadgroup uchar is_chosen[MOST_EXPERTS];
+  threadgroup float dy[isograd::MOST_EXPERTS];
+  threadgroup uchar is_chosen[isograd::MOST_EXPERTS];
   threadgroup long part[512];
-  const long n = layout[1], k = layout[2];
-  const bool softmax = layout[3] != 0, renormalize = layout[4] != 0;
+  isograd::Routing routing;
+  routing.experts = layout[1];
+  routing.k = layout[2];
+  routing.softmax = layout[3] != 0;
+  routing.renormalize = layout[4] != 0;
+  routing.scale_bits = int(layout[5]);
   const int rank = int(layout[7]);
   constant long* shape = layout + 8;
   constant long* gradient_strides = shape + rank;
@@ -197,64 +288,12 @@ template <typename T, typename I>
   constant long* expert_strides = logit_strides + rank + 1;
   constant long* result_strides = expert_strides + rank + 1;
   for (long token = group; token < layout[0]; token += groups) {
-    device const T* x = logits + isograd::row_offset(token, rank, shape, logit_strides + 1);
-    device const I* chosen = experts + isograd::row_offset(token, rank, shape, expert_strides + 1);
-    device T* dx = dlogits + isograd::row_offset(token, rank, shape, result_strides + 1);
-    const long step = expert_strides[0];
-    int outside = 0;
-    for (long i = lane; i < k; i += threads) {
-      const long e = long(chosen[i * step]);
-      if (e < 0 || e >= n) {
-        outside = 1;
-        isograd::report(flag, layout[6], token * k + i, e, n);
-      }
-    }
-    if (isograd::reduced_max(outside, lane, threads, part) != 0) {
-      for (long e = lane; e < n; e += threads) isograd::store(dx, e * result_strides[0], isograd::canonical_nan());
-      continue;
-    }
-    isograd::ShareTerms<isograd::Chosen<device const T*, device const I*>, device const float*> terms;
-    terms.chosen.scores = isograd::scores_of(x, logit_strides[0], n, softmax, lane, threads, part);
-    terms.chosen.experts = chosen;
-    terms.chosen.step = step;
-    terms.total = 0.0f;
-    terms.gradients = dweights + isograd::row_offset(token, rank, shape, gradient_strides + 1);
-    terms.step = gradient_strides[0];
-    terms.scale = isograd::as_float(int(layout[5]));
-    terms.scaled = layout[5] != 0x3F800000;
-    float mean = 0.0f;
-    if (renormalize) {
-      terms.total = isograd::order_free_sum(terms.chosen, k, lane, threads, part);
-      mean = isograd::order_free_sum(terms, k, lane, threads, part);
-    }
-    for (long e = lane; e < n; e += threads) {
-      dy[e] = 0.0f;
-      is_chosen[e] = 0;
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (long i = lane; i < k; i += threads) {
-      const long e = long(chosen[i * step]);
-      bool last = true;  // should an expert occur twice, its last occurrence counts
-      for (long j = i + 1; j < k; j++) last = last && long(chosen[j * step]) != e;
-      if (!last) continue;
-      const float g = terms.gradient(i);
-      dy[e] = renormalize ? isograd::share(isograd::plus(g, isograd::negative(mean)), terms.total) : g;
-      is_chosen[e] = 1;
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    isograd::RouterTerms<device const T*> products;
-    products.scores = terms.chosen.scores;
-    products.dy = dy;
-    float sum = 0.0f;
-    if (softmax) sum = isograd::order_free_sum(products, n, lane, threads, part);
-    for (long e = lane; e < n; e += threads) {
-      const float s = products.scores.at(e);
-      const float slope = softmax ? isograd::plus(dy[e], isograd::negative(sum)) : 0.0f;
-      const float v = softmax          ? isograd::times(s, slope)
-                      : is_chosen[e] != 0 ? isograd::times(products.at(e), isograd::plus(1.0f, isograd::negative(s)))
-                                          : 0.0f;
-      isograd::store(dx, e * result_strides[0], v);
-    }
+    isograd::route_token_backward(
+        dweights + isograd::row_offset(token, rank, shape, gradient_strides + 1), gradient_strides[0],
+        logits + isograd::row_offset(token, rank, shape, logit_strides + 1), logit_strides[0],
+        experts + isograd::row_offset(token, rank, shape, expert_strides + 1), expert_strides[0],
+        dlogits + isograd::row_offset(token, rank, shape, result_strides + 1), result_strides[0], routing, flag,
+        layout[6], token * routing.k, lane, threads, dy, is_chosen, part);
   }
 }
 
