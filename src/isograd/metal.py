@@ -19,6 +19,7 @@ from isograd.plan import Kernel, PrecisionGuarantee
 DTYPES = ("float16", "bfloat16", "float32")  # Metal has no float64
 MOST_GROUPS = 1 << 20  # of a launch; each serves several rows where there are more
 _LEAST_THREADS, MOST_THREADS = 32, 256  # of a threadgroup
+_ENTRY_POINTS = "// --- entry points ---"
 _INCLUDE = re.compile(r'^#include "(isograd/[\w./]+)"\n', re.MULTILINE)
 
 
@@ -38,6 +39,12 @@ class Launch(NamedTuple):
 def source(family: str) -> str:
     """The kernels of a family as one text in ASCII, which is all that Metal's compiler is handed."""
     return _with_headers(f"isograd/{family}/metal_kernels.metal", set())
+
+
+@functools.cache
+def functions(family: str) -> str:
+    """The same without the entry points, for a launcher that writes its own."""
+    return source(family).partition(_ENTRY_POINTS)[0]
 
 
 def _with_headers(path: str, seen: set[str]) -> str:

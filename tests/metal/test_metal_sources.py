@@ -40,6 +40,13 @@ def test_sources_are_ascii_without_hardware_functions(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_functions_come_without_entry_points(family: str) -> None:
+    assert "[[kernel]]" in metal.source(family)
+    assert metal.source(family).startswith(functions := metal.functions(family))
+    assert "[[" not in functions
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_address_spaces_and_types(family: str) -> None:
     pytest.importorskip("clang.cindex", reason="needs libclang")
     from strict_pass import complaints

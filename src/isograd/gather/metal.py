@@ -10,10 +10,21 @@ from isograd.plan import KernelSku
 from isograd.registry import register_kernel
 
 OPERATIONS = ("take_along_axis", "take_along_axis_backward")
-_NAN_BITS = {"float16": 0x7E00, "bfloat16": 0x7FC0, "float32": 0x7FC00000}
+NAN_BITS = {"float16": 0x7E00, "bfloat16": 0x7FC0, "float32": 0x7FC00000}
 _SCRATCH_WORDS = 1 << 24  # of a launch, unless one group needs more
 _MOST_GROUPS = 1 << 12
 _MOST_LONG = (1 << 32) - 1  # destinations and sources of a line are counted in 32 bits
+
+
+def too_long(descriptor: Any) -> str | None:
+    """Say that lines are longer than the kernels can count."""
+    longest = max(descriptor.shape[descriptor.axis], descriptor.indices_shape[descriptor.axis])
+    return f"more than {_MOST_LONG - 1} elements along the axis" if longest >= _MOST_LONG else None
+
+
+def groups_for(lines: int, n: int, k: int) -> int:
+    """Threadgroups of a scatter of k sources into n destinations; each has scratch memory of n + k words."""
+    return max(min(lines, _MOST_GROUPS, _SCRATCH_WORDS // (n + k)), 1)
 
 
 class MetalGather(metal.MetalKernel):
@@ -28,10 +39,7 @@ class MetalGather(metal.MetalKernel):
 
     def reject(self, descriptor: Any) -> str | None:
         """Say what is missing on this machine, or which lines are too long."""
-        axis = descriptor.axis
-        if max(descriptor.shape[axis], descriptor.indices_shape[axis]) >= _MOST_LONG:
-            return f"more than {_MOST_LONG - 1} elements along the axis"
-        return super().reject(descriptor)
+        return too_long(descriptor) or super().reject(descriptor)
 
     def launches(self, descriptor: Any, arguments: Mapping[str, Any]) -> Iterator[metal.Launch]:
         """One launch, unless there is nothing to write."""
@@ -46,7 +54,7 @@ class MetalGather(metal.MetalKernel):
         axis, strides = descriptor.axis, list(x.stride())
         step, strides[axis] = strides[axis], 0
         code = faults.code(descriptor.operation)
-        layout = [count, descriptor.shape[axis], step, code, _NAN_BITS[descriptor.dtype], len(strides)]
+        layout = [count, descriptor.shape[axis], step, code, NAN_BITS[descriptor.dtype], len(strides)]
         layout += [*descriptor.indices_shape, *strides, *indices.stride(), *v.stride()]
         name = f"take_{8 * x.element_size()}_{descriptor.index_dtype}"
         groups = min(-(-count // metal.MOST_THREADS), metal.MOST_GROUPS)
@@ -65,7 +73,7 @@ class MetalGather(metal.MetalKernel):
             return
         outer = [d for d in range(len(descriptor.shape)) if d != axis]
         lines = arrays.size_of(tuple([descriptor.shape[d] for d in outer]))
-        groups = max(min(lines, _MOST_GROUPS, _SCRATCH_WORDS // (n + k)), 1)
+        groups = groups_for(lines, n, k)
         scratch = torch.empty(groups * (n + k), dtype=torch.int32, device=dx.device)
         positions = torch.empty(descriptor.indices_shape, device="meta").stride()
         code = faults.code(descriptor.operation)

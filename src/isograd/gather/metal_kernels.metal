@@ -72,7 +72,6 @@ void scatter_line(I indices, long index_step, V values, long value_step, O out, 
 
 }  // namespace isograd
 
-#ifndef ISOGRAD_FUNCTIONS
 // --- entry points ----------------------------------------------------------------------------------------------------
 // layout: elements of v, size of the axis, x's stride along it, code of the fault, bits of NaN, rank, shape of v, and the
 // strides of x (0 along the axis), indices and v
@@ -140,4 +139,3 @@ template [[host_name("scatter_bfloat16_int64")]] [[kernel]]
 decltype(scatter<bfloat, long>) scatter<bfloat, long>;
 template [[host_name("scatter_bfloat16_uint32")]] [[kernel]]
 decltype(scatter<bfloat, uint>) scatter<bfloat, uint>;
-#endif

@@ -16,7 +16,17 @@ _MOST_EXPERTS = 4096  # whose keys fit into threadgroup memory
 _MOST_GROUPS = 1024  # of experts
 
 
-def _bits(scale: float) -> int:
+def too_large(descriptor: Any) -> str | None:
+    """Say what does not fit into threadgroup memory."""
+    if descriptor.shape[-1] > _MOST_EXPERTS:
+        return f"more than {_MOST_EXPERTS} experts"
+    if getattr(descriptor, "groups", 1) > _MOST_GROUPS:
+        return f"more than {_MOST_GROUPS} groups of experts"
+    return None
+
+
+def scale_bits(scale: float) -> int:
+    """The bits of a float32, as kernels take numbers beside their layout."""
     return int(np.float32(scale).view(np.int32))
 
 
@@ -32,11 +42,7 @@ class MetalRouter(metal.MetalKernel):
 
     def reject(self, descriptor: Any) -> str | None:
         """Say what is missing on this machine, or what is too much for it."""
-        if descriptor.shape[-1] > _MOST_EXPERTS:
-            return f"more than {_MOST_EXPERTS} experts"
-        if getattr(descriptor, "groups", 1) > _MOST_GROUPS:
-            return f"more than {_MOST_GROUPS} groups of experts"
-        return super().reject(descriptor)
+        return too_large(descriptor) or super().reject(descriptor)
 
     def launches(self, descriptor: Any, arguments: Mapping[str, Any]) -> Iterator[metal.Launch]:
         """One launch, unless there are no tokens."""
@@ -50,11 +56,11 @@ class MetalRouter(metal.MetalKernel):
         if d.operation == "moe_router":
             names = ["logits", "weights", "experts"]
             bias = arguments.get("bias")
-            layout += [d.groups, d.group_k, softmax, int(d.renormalize), int(d.bias), _bits(d.scale)]
+            layout += [d.groups, d.group_k, softmax, int(d.renormalize), int(d.bias), scale_bits(d.scale)]
             layout.append(0 if bias is None else bias.stride(0))
         else:
             code = faults.code(d.operation, "experts", False)
-            layout += [softmax, int(d.renormalize), _bits(d.scale), code]
+            layout += [softmax, int(d.renormalize), scale_bits(d.scale), code]
         layout += [len(outer), *outer]
         for name in names:
             *steps, step = arguments[name].stride()

@@ -228,7 +228,6 @@ void route_token_backward(G dweights, long gradient_step, X logits, long logit_s
 
 }  // namespace isograd
 
-#ifndef ISOGRAD_FUNCTIONS
 // --- entry points ----------------------------------------------------------------------------------------------------
 // layout: tokens, experts, k, groups, chosen groups, softmax, renormalize, has_bias, bits of the scale, the bias's stride,
 // rank of the tokens, their sizes, and for logits, weights and experts the stride along the last axis and along the others
@@ -321,4 +320,3 @@ template [[host_name("route_backward_bfloat16_int64")]] [[kernel]]
 decltype(route_backward<bfloat, long>) route_backward<bfloat, long>;
 template [[host_name("route_backward_bfloat16_uint32")]] [[kernel]]
 decltype(route_backward<bfloat, uint>) route_backward<bfloat, uint>;
-#endif

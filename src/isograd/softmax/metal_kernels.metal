@@ -101,7 +101,6 @@ void backward_row(D dy, long dy_step, Y y, long y_step, X dx, long dx_step, long
 
 }  // namespace isograd
 
-#ifndef ISOGRAD_FUNCTIONS
 // --- entry points ----------------------------------------------------------------------------------------------------
 // layout: rows, columns, number of outer dimensions, their sizes, and for every operand its stride along the axis and
 // along the outer dimensions
@@ -172,4 +171,3 @@ template [[host_name("log_softmax_backward_float16")]] [[kernel]]
 decltype(backward_rows<half, true>) backward_rows<half, true>;
 template [[host_name("log_softmax_backward_bfloat16")]] [[kernel]]
 decltype(backward_rows<bfloat, true>) backward_rows<bfloat, true>;
-#endif
