@@ -132,12 +132,13 @@ LAYOUTS = {
     "every other column": lambda t: torch.stack([t, t], 2)[:, :, 0],
     "unaligned": lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape),
     "padded rows": lambda t: torch.nn.functional.pad(t, (8, 8))[:, 8:-8],
+    "rows padded to whole accesses": lambda t: torch.nn.functional.pad(t, (0, -t.shape[1] % 8))[:, : t.shape[1]],
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("shape", [(24, 100), (16, 16_384)])
+@pytest.mark.parametrize("shape", [(24, 100), (16, 16_384), (16, 20_001)])
 def test_strides(layout: str, dtype: str, shape: tuple[int, int]) -> None:
     for kind in ("hard", "smooth"):
         check(problem(np.random.default_rng(3), shape, NUMPY[dtype], kind=kind), layout=LAYOUTS[layout])

@@ -62,6 +62,7 @@ def gradient_staged(
     stage = gl.allocate_shared_memory(dtype, [BLOCK // GROUP, CTAS, GROUP // V, V], shared)
     row = gl.program_id(0)
     softmax.fetch(stage, x_ptr, row, n_rows, x_row, begin, offset, n, MASKED)
+    async_copy.commit_group()
     exchange.setup(thread + block, CTAS)
     zero = n >> 31  # which the compiler cannot tell
     parity = 0
@@ -77,6 +78,7 @@ def gradient_staged(
         async_copy.wait_group(0)
         x = ops.widen(stage.load(layout), True)
         softmax.fetch(stage, x_ptr, following, n_rows, x_row, begin, offset, n, MASKED)
+        async_copy.commit_group()
         if MASKED:
             x = gl.where(begin + offset < n, x, float("-inf"))
 
