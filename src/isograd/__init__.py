@@ -5,6 +5,22 @@ from isograd.fenv import default_environment
 # Literals are rounded when a module is compiled and constants when it is loaded: this happens under the default
 # environment, whatever the caller's is.
 with default_environment():
+    from isograd.attention.api import (
+        attention,
+        attention_backward,
+        attention_delta,
+    )
+    from isograd.attention.descriptors import (
+        AttentionBackwardDescriptor,
+        AttentionDeltaDescriptor,
+        AttentionDescriptor,
+    )
+    from isograd.attention.options import AttentionOptions
+    from isograd.attention.plans import (
+        AttentionBackwardPlan,
+        AttentionDeltaPlan,
+        AttentionPlan,
+    )
     from isograd.encoder import Encoder
     from isograd.errors import (
         BufferTooSmallError,
@@ -179,6 +195,13 @@ with default_environment():
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionBackwardDescriptor",
+    "AttentionBackwardPlan",
+    "AttentionDeltaDescriptor",
+    "AttentionDeltaPlan",
+    "AttentionDescriptor",
+    "AttentionOptions",
+    "AttentionPlan",
     "BufferTooSmallError",
     "CrossEntropyBackwardDescriptor",
     "CrossEntropyBackwardPlan",
@@ -266,6 +289,9 @@ __all__ = [
     "UnsupportedError",
     "Variable",
     "WorkspaceTooSmallError",
+    "attention",
+    "attention_backward",
+    "attention_delta",
     "check",
     "cross_entropy",
     "cross_entropy_backward",

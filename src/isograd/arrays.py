@@ -52,6 +52,27 @@ def describe(array: Any, operation: str, argument: str, index: bool = False) -> 
     )
 
 
+def describe_mask(mask: Any, operation: str, argument: str) -> tuple[str, str]:
+    """(device, "bool") of a boolean array that a plan is handed; errors as for `describe`."""
+    if isinstance(mask, np.ndarray):
+        if isinstance(mask, np.ma.MaskedArray):
+            raise InvalidProblemError(
+                f"{operation}: {argument} is a masked array, whose mask would be lost; fill it first"
+            )
+        device, dtype = "cpu", mask.dtype.name
+    elif is_tensor(mask):
+        if mask.is_nested or mask.layout is not sys.modules["torch"].strided:
+            raise UnsupportedError(f"{operation}: {argument} is no dense, strided tensor; accepted: such tensors")
+        device, dtype = mask.device.type, str(mask.dtype).removeprefix("torch.")
+    else:
+        raise InvalidProblemError(
+            f"{operation}: {argument} is {type(mask).__name__}; expected a NumPy array or a torch tensor"
+        )
+    if dtype != "bool":
+        raise UnsupportedError(f"{operation}: {argument} has dtype {dtype}; accepted: bool")
+    return device, dtype
+
+
 def index_name(dtype: Any, operation: str, argument: str) -> str:
     """The name of an index type; UnsupportedError for any other dtype."""
     name = _INDEX_TYPES.get(dtype)
@@ -167,6 +188,8 @@ def numpy_view(tensor: Any) -> NDArray[Any]:
     torch = sys.modules["torch"]
     if tensor.dtype is torch.bfloat16:
         return np.asarray(_Memory(tensor)).view(BFLOAT16)
+    if tensor.dtype is torch.bool:
+        return np.asarray(_Memory(tensor)).view(np.bool_)
     kind = "f" if tensor.is_floating_point() else "u" if tensor.dtype is torch.uint32 else "i"
     return np.asarray(_Memory(tensor, _ORDER + kind))
 

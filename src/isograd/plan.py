@@ -288,7 +288,10 @@ class Plan:
     def _check_array(self, operand: Operand, array: Any, arguments: Mapping[str, Any]) -> bool:
         """Raise what is wrong with an argument; whether it is a NumPy array."""
         name, key = self.sku.op, operand.name
-        device, dtype = arrays.describe(array, name, key, operand.dtype in INDEX_DTYPES)
+        if operand.dtype == "bool":
+            device, dtype = arrays.describe_mask(array, name, key)
+        else:
+            device, dtype = arrays.describe(array, name, key, operand.dtype in INDEX_DTYPES)
         if device != self.device:
             raise DeviceMismatchError(f"{name}: {self._locations(arguments)}; the plan is for {self.device}")
         if dtype != operand.dtype:

@@ -48,6 +48,8 @@ _FAMILIES = (
     "isograd.losses.simplex_plans",
     "isograd.losses.cross_entropy_cuda",
     "isograd.losses.distributions_cuda",
+    "isograd.attention.plans",
+    "isograd.attention.cuda",
 )
 _entries: list[Entry] = []
 _lock = threading.Lock()

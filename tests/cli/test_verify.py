@@ -284,6 +284,9 @@ def test_digests_are_those_of_the_reference():
             given = suites.cases(operation, dtype)
             results = known["results"][operation][dtype]
             assert known["inputs"][operation][dtype] == check.inputs_digest(given)
+            if suite.reference is None:  # promises no bits
+                assert not results
+                continue
             assert results.keys() == {c.name for c in given}
             for case in given:
                 if case.name in ("5 x 31", "-inf", "middle axis") or case is given[len(operation) % len(given)]:

@@ -26,6 +26,7 @@ from isograd.numerics.numba_memory import (
     work_zero,
 )
 from isograd.numerics.numba_ops import from_key, is_finite, log, magnitude_key
+from isograd.numerics.numba_random import philox
 from isograd.numerics.numba_storage import narrow, widen
 from isograd.numerics.numba_sum import (
     PARTIAL,
@@ -49,8 +50,6 @@ from isograd.softmax.numba_steps import (
 
 _FORCE = {"forceinline": True}
 _MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
-_M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-_K0, _K1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _LAST, _ALL = np.uint64(LAST_WORD), np.uint64(0xFFFFFFFFFFFFFFFF)
 _UNIT_32, _HALF_32 = np.float32(2.0**-23), np.float32(2.0**-24)
 _UNIT_64, _HALF_64 = np.float64(2.0**-52), np.float64(2.0**-53)
@@ -60,13 +59,7 @@ _UNIT_64, _HALF_64 = np.float64(2.0**-52), np.float64(2.0**-53)
 @device_function
 def _philox(block, seed):
     """The four words of a block, each in 64 bits."""
-    c0, c1, c2, c3 = block & _MASK, block >> _HALF, np.uint64(0), _LAST
-    k0, k1 = seed & _MASK, seed >> _HALF
-    for _ in range(10):
-        p0, p1 = c0 * _M0, c2 * _M1
-        c0, c1, c2, c3 = (p1 >> _HALF) ^ c1 ^ k0, p1 & _MASK, (p0 >> _HALF) ^ c3 ^ k1, p0 & _MASK
-        k0, k1 = (k0 + _K0) & _MASK, (k1 + _K1) & _MASK
-    return c0, c1, c2, c3
+    return philox(block & _MASK, block >> _HALF, np.uint64(0), _LAST, seed)
 
 
 def numbers_shift(like: Any) -> Any:

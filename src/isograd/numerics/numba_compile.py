@@ -39,6 +39,11 @@ def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return numba.njit(forceinline=True, **_OPTIONS)(function)
 
 
+def subroutine(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function that kernels call and that is too large to stand in them several times."""
+    return numba.njit(**_OPTIONS)(function)
+
+
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a kernel and keep the machine code on disk.
 

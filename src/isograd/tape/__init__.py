@@ -7,6 +7,7 @@ operations as functions.
 
 from isograd.tape.functions import (
     add,
+    attention,
     concatenate,
     cross_entropy,
     distillation_loss,
@@ -50,6 +51,7 @@ __all__ = [
     "Tape",
     "Variable",
     "add",
+    "attention",
     "concatenate",
     "cross_entropy",
     "distillation_loss",

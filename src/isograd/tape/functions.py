@@ -5,17 +5,21 @@ in NumPy. All raise InvalidProblemError for operands or shapes that do not match
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from isograd.arrays import to_numpy
+from isograd.attention import api as attention_family
+from isograd.attention.options import AttentionOptions
+from isograd.attention.problem import Given
 from isograd.errors import InvalidProblemError
 from isograd.losses.cross_entropy import Options
 from isograd.losses.linear_cross_entropy import LinearOptions
 from isograd.router import api as router
-from isograd.tape import gather_rules, loss_rules, router_rules, rules
+from isograd.tape import attention_rules, gather_rules, loss_rules, router_rules, rules
 from isograd.tape.variable import Operand, Variable, apply
 
 
@@ -243,3 +247,29 @@ def segment_sum(values: Variable, segment_ids: Any, num_segments: int) -> Variab
     """The sum of each segment's rows; see `isograd.segment_sum`."""
     ids = _indices("segment_sum", segment_ids, "segment_ids")
     return apply(gather_rules.segment_sum, values, segment_ids=ids, num_segments=num_segments)
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+def _copied(value: Any) -> Any:
+    """A copy of what gets no gradient: the caller may overwrite the original before gradients are due."""
+    if value is None:
+        return None
+    return tuple([np.array(x) for x in value]) if isinstance(value, (tuple, list)) else np.array(value)
+
+
+def attention(
+    q: Operand, k: Operand, v: Operand, options: AttentionOptions, given: Given, return_lse: bool = False
+) -> Variable | tuple[Variable, Variable]:
+    """Attention, and with return_lse the logarithm of its sums; `isograd.attention` takes options one by one."""
+    every: dict[str, Any] = {**asdict(options), "layout": given.layout}
+    every |= {name: _copied(getattr(given, name)) for name in ("mask", "segment_ids", "cu_seqlens")}
+    extra = {name: x for name, x in (("bias", given.bias), ("sinks", given.sinks)) if x is not None}
+    operands = (q, k, v, *extra.values())
+    values = [x.value if isinstance(x, Variable) else x for x in operands]
+    optional: dict[str, Any] = {**dict(zip(extra, values[3:], strict=True)), **every}
+    o, lse = attention_family.attention(values[0], values[1], values[2], return_lse=True, **optional)
+    done = attention_rules.Computed(tuple(extra), o, lse, every)
+    result = apply(attention_rules.attention, *operands, one_dtype=False, done=done)
+    if not return_lse:
+        return result
+    return result, apply(attention_rules.attention_lse, *operands, one_dtype=False, done=done)

@@ -1,0 +1,1 @@
+"""Flash attention for training: forward, the D pre-pass and the gradients, deterministic."""

@@ -1,0 +1,210 @@
+"""The error bounds that plans of the attention family promise, evaluated densely in binary64.
+
+u is half an ulp of 1 in the work type, n the number of keys, m that of the queries which share a key, and
+
+    e_ij = |scale| (D + 4) u Σ|q k| + 8u |s_ij| + u |bias_ij|          how far a score may be off
+    r    = half an ulp of 1 in the storage type where the kernel rounds P and dS to it, else 0
+
+    o      (expm1(2 max_j e_ij + 16u (1 + max_j |s_ij|) + 2u (n + 16)) + u (n + 8) + r) · Σ P |v|  + ulp/2
+    lse    the argument of that expm1 + u |lse|
+    P      a relative d_ij = expm1(e_ij + 8u (1 + |s_ij| + |lse_i|)), the backward's
+    dS     P (d (|dP| + |D|) + (1 + d) (u (Dv + 4) Σ|do v| + 4u (Σ|o do| + |dlse|)) + 4u (|dP| + |D|))
+    dq, dk, dv  what dS and P carry through the products, plus u (terms + 4) + r of their absolute terms, plus ulp/2
+
+The gradients are compared with what `attention_backward` is given: o and lse as they are.
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from isograd.attention import reference
+from isograd.attention.options import AttentionOptions
+from isograd.attention.reference import AttentionGradients, Floats, Inputs
+from isograd.numerics import reference as ref
+from isograd.plan import ErrorBound
+from isograd.softmax.bounds import ulp
+
+# Half an ulp of 1, and half of the smallest subnormal, where probabilities are stored in 16 bits.
+_NARROWED = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}
+
+
+def _unit(dtype: str) -> float:
+    return 2.0**-53 if dtype == "float64" else 2.0**-24
+
+
+def _half_ulp(x: Floats, dtype: str) -> Floats:
+    # A 16-bit result passes through binary32, which makes half an ulp a little longer.
+    return ulp(x, dtype) * 0.51
+
+
+class _Scores:
+    """Scores of a dense problem and their errors."""
+
+    def __init__(
+        self, q: Floats, k: Floats, v: Floats, options: AttentionOptions, inputs: Inputs, first: int, narrowed: bool
+    ) -> None:
+        self.dtype = q.dtype.name
+        self.u = u = _unit(self.dtype)
+        self.narrowing, self.tiny = _NARROWED.get(self.dtype, (0.0, 0.0)) if narrowed else (0.0, 0.0)
+        self.options = options = options.validated("attention", q.shape[-1])
+        self.dense = d = reference.dense(q, k, v, options, inputs, first)
+        self.seen = d.scores > -np.inf
+        self.scores = np.where(self.seen, d.scores, 0)
+        sizes = np.abs(d.q) @ np.swapaxes(np.abs(d.k), 2, 3)
+        self.error = abs(options.scale or 0) * (q.shape[-1] + 4) * u * sizes + 8 * u * np.abs(self.scores)
+        if inputs.bias is not None:
+            bias = np.abs(np.asarray(inputs.bias).astype(np.float64))
+            self.error = self.error + u * np.where(np.isfinite(bias), bias, 0)
+        self.error = np.where(self.seen, self.error, 0)
+
+
+def _dense_forward(s: _Scores, inputs: Inputs) -> tuple[Floats, Floats]:
+    d, u, n = s.dense, s.u, s.scores.shape[3]
+    largest = np.max(np.abs(s.scores), axis=-1, initial=0)
+    if inputs.sinks is not None:
+        sinks = np.asarray(inputs.sinks).astype(np.float64)[:, None]
+        largest = np.maximum(largest, np.where(np.isfinite(sinks), np.abs(sinks), 0))
+    exponent = 2 * np.max(s.error, axis=-1, initial=0) + 16 * u * (1 + largest) + 2 * u * (n + 16)
+    weights = np.abs(d.keep * d.probabilities())
+    sizes = weights @ np.abs(d.v)
+    relative = np.expm1(exponent) + u * (n + 8) + s.narrowing
+    of_o = relative[..., None] * sizes + s.tiny * (s.seen * d.keep) @ np.abs(d.v)
+    of_o = of_o + _half_ulp((d.keep * d.probabilities()) @ d.v, s.dtype)
+    lse = np.where(np.isfinite(d.lse), np.abs(d.lse), 0)
+    return of_o, exponent + u * lse
+
+
+def _forward(
+    narrowed: bool, q: Floats, k: Floats, v: Floats, options: AttentionOptions | None = None, **operands: Any
+) -> tuple[Floats, Floats]:
+    """(bound of o, bound of lse)."""
+    options, inputs = options or AttentionOptions(), reference.inputs_of(operands)
+    if inputs.cu_seqlens is None:
+        return _dense_forward(_Scores(q, k, v, options, inputs, 0, narrowed), inputs)
+    of_o, of_lse = np.zeros((*q.shape[:3], v.shape[3])), np.zeros(q.shape[:3])
+    inner = Inputs(sinks=inputs.sinks)
+    for number, i, j in reference.sequences(inputs.cu_seqlens):
+        s = _Scores(q[:, :, i], k[:, :, j], v[:, :, j], options, inner, number, narrowed)
+        of_o[:, :, i], of_lse[:, :, i] = _dense_forward(s, inner)
+    return of_o, of_lse
+
+
+def _dense_backward(
+    do: Floats, s: _Scores, heads: int, inputs: Inputs, o: Floats, lse: Floats, dlse: Any, exact: AttentionGradients
+) -> AttentionGradients:
+    d, u = s.dense, s.u
+    bent = np.where(np.isfinite(lse), np.abs(lse), 0)[..., None]
+    p = d.probabilities(lse)
+    of_p = np.expm1(s.error + 8 * u * (1 + np.abs(s.scores) + bent))
+    products = np.abs(do) @ np.swapaxes(np.abs(d.v), 2, 3)
+    dp = d.keep * products
+    of_dp = u * (d.v.shape[3] + 4) * dp
+    rows = np.abs(o * do).sum(axis=-1) + (0 if dlse is None else np.abs(dlse))
+    size = dp + rows[..., None]
+    of_ds = p * (of_p * size + (1 + of_p) * (of_dp + 4 * u * rows[..., None]) + 4 * u * size)
+    ds = p * size
+    groups = s.scores.shape[1] // heads if heads else 1
+    inner = ds * np.abs(d.slope)
+    of_inner = of_ds * np.abs(d.slope)
+    if s.options.softcap:
+        of_inner = of_inner + ds * (s.error / s.options.softcap + 8 * u)
+    scale = abs(s.options.scale or 0)
+    queries, keys = s.scores.shape[2] * groups, s.scores.shape[3]
+
+    def carried(error: Floats, sizes: Floats, terms: int) -> Floats:
+        return np.asarray(error + (u * (terms + 4) + s.narrowing) * (sizes + error) + s.tiny * s.seen)
+
+    weights = d.keep * p
+    of_dq = scale * (carried(of_inner, inner, keys) @ np.abs(d.k))
+    of_dk = scale * (np.swapaxes(carried(of_inner, inner, queries), 2, 3) @ np.abs(d.q))
+    of_dv = np.swapaxes(carried(weights * of_p, weights, queries), 2, 3) @ np.abs(do)
+    of_dk, of_dv = reference.grouped(of_dk, heads), reference.grouped(of_dv, heads)
+    of_dbias = of_dsinks = None
+    if inputs.bias is not None:
+        axes = tuple(axis for axis in range(4) if np.shape(inputs.bias)[axis] == 1)
+        terms = s.scores.size / max(exact.dbias.size, 1)
+        of_dbias = (of_ds + u * (terms + 4) * (ds + of_ds)).sum(axis=axes, keepdims=True)
+        of_dbias = of_dbias + _half_ulp(exact.dbias, inputs.bias.dtype.name)
+    if inputs.sinks is not None:
+        sinks = inputs.sinks.astype(np.float64)[:, None]
+        share = np.exp(sinks - np.where(lse == -np.inf, np.inf, lse))
+        size = np.where(np.isfinite(sinks), np.abs(sinks), 0)
+        relative = np.expm1(8 * u * (1 + size + bent[..., 0])) + u * (share[:, 0].size + 8)
+        of_dsinks = (share * relative * rows).sum(axis=(0, 2)) + _half_ulp(exact.dsinks, inputs.sinks.dtype.name)
+    return AttentionGradients(
+        of_dq + _half_ulp(exact.dq, s.dtype),
+        of_dk + _half_ulp(exact.dk, s.dtype),
+        of_dv + _half_ulp(exact.dv, s.dtype),
+        of_dbias,
+        of_dsinks,
+    )
+
+
+def _present(bounds: AttentionGradients) -> tuple[Floats, ...]:
+    return tuple([x for x in bounds if x is not None])
+
+
+def _backward(
+    narrowed: bool,
+    do: Floats,
+    q: Floats,
+    k: Floats,
+    v: Floats,
+    o: Floats,
+    lse: Floats,
+    options: AttentionOptions | None = None,
+    dlse: Floats | None = None,
+    **operands: Any,
+) -> tuple[Floats, ...]:
+    """The bounds of the gradients that there are."""
+    options, inputs = options or AttentionOptions(), reference.inputs_of(operands)
+    exact = reference.oracle_attention_backward(do, q, k, v, options, inputs, dlse, o, lse)
+    wide = [x.astype(np.float64) for x in (do, o, lse)]
+    dlse = None if dlse is None else dlse.astype(np.float64)
+    if inputs.cu_seqlens is None:
+        s = _Scores(q, k, v, options, inputs, 0, narrowed)
+        return _present(_dense_backward(wide[0], s, k.shape[1], inputs, wide[1], wide[2], dlse, exact))
+    result = AttentionGradients(*(np.zeros(x.shape) for x in (q, k, v)))
+    of_dsinks = None if inputs.sinks is None else np.zeros(q.shape[1])
+    inner = Inputs(sinks=inputs.sinks)
+    for number, i, j in reference.sequences(inputs.cu_seqlens):
+        s = _Scores(q[:, :, i], k[:, :, j], v[:, :, j], options, inner, number, narrowed)
+        part = exact._replace(dq=exact.dq[:, :, i], dk=exact.dk[:, :, j], dv=exact.dv[:, :, j])
+        of = _dense_backward(
+            *(wide[0][:, :, i], s, k.shape[1], inner, wide[1][:, :, i], wide[2][:, :, i]),
+            None if dlse is None else dlse[:, :, i],
+            part,
+        )
+        result.dq[:, :, i], result.dk[:, :, j], result.dv[:, :, j] = of[:3]
+        if of_dsinks is not None:
+            of_dsinks += of.dsinks
+    return _present(result._replace(dsinks=of_dsinks))
+
+
+def _delta(narrowed: bool, o: Floats, do: Floats) -> Floats:
+    """Rule 4's bound of the sum, and a rounding for each product."""
+    work = np.dtype(ref.work_dtype(o.dtype)).name
+    u, quanta, tiny = (2.0**-53, 2.0**-88, -1074) if work == "float64" else (2.0**-24, 2.0**-44, -149)
+    with np.errstate(all="ignore"):
+        products = o.astype(np.longdouble) * do.astype(np.longdouble)
+        terms, total = np.abs(products), products.sum(axis=-1)
+        of_sum = o.shape[-1] * (quanta * terms.max(axis=-1, initial=0) + np.ldexp(np.longdouble(1), tiny))
+        return np.asarray(u * terms.sum(axis=-1) + of_sum + ulp(total, work) * 0.51, np.longdouble)
+
+
+_EVALUATE: dict[str, Any] = {"attention": _forward, "attention_backward": _backward, "attention_delta": _delta}
+_FORMULAS = {
+    "attention": "(expm1(2e + 16u(1 + |s|) + 2u(n + 16)) + u(n + 8) + r)·Σ P|v| + ulp(o)/2, e = |scale|(D + 4)u·Σ|qk|",
+    "attention_backward": "P(d(|dP| + |D|) + (1 + d)(u(Dv + 4)Σ|do·v| + 4u·Σ|o·do|)) through the products + ulp/2",
+    "attention_delta": "u·Σ|o·do| + n·q/2 + ulp(delta)/2",
+}
+
+
+def error_bound(operation: str, narrowed: bool = False) -> ErrorBound:
+    """The bound of an operation; call it with the operands of its plan by their names, and `options`.
+
+    narrowed: whether the kernel rounds probabilities to the storage type before it multiplies by them.
+    """
+    return ErrorBound(_FORMULAS[operation], functools.partial(_EVALUATE[operation], narrowed))

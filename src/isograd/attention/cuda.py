@@ -1,0 +1,51 @@
+"""The attention family on NVIDIA and AMD GPUs, compiled by Triton."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from isograd.attention.plans import OPERATIONS, dtypes_of, family_sku
+from isograd.cuda import TritonKernel, architecture
+from isograd.plan import KernelSku, Operand
+from isograd.registry import register_kernel
+
+_ROWS = frozenset({"q", "k", "v", "o", "do", "dq", "dk", "dv"})
+
+
+def _rows_in_order(operands: tuple[Operand, ...], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with a contiguous last axis: an input is copied for it, an output replaced by scratch."""
+    given = dict(arguments)
+    for operand in operands:
+        array = given[operand.name]
+        if operand.name in _ROWS and array.stride(-1) != 1:
+            given[operand.name] = array.new_empty(operand.shape) if operand.output else array.contiguous()
+    return given
+
+
+class TritonAttention(TritonKernel):
+    """The family on a GPU; scratch memory comes from torch's allocator."""
+
+    def sku(self, descriptor: Any) -> KernelSku:
+        """The kernel's identity."""
+        return family_sku(descriptor, self.backend, architecture(), narrowed=True)
+
+    def compute(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any) -> None:
+        """Launch on the current stream of the tensors' device."""
+        from isograd.attention import triton_launch as launch
+
+        operands = descriptor.operands()
+        given = _rows_in_order(operands, arguments)
+        match descriptor.operation:
+            case "attention":
+                launch.forward(descriptor, given)
+            case "attention_backward":
+                launch.backward(descriptor, given)
+            case "attention_delta":
+                launch.delta(descriptor, given)
+        for operand in operands:
+            if given[operand.name] is not arguments[operand.name] and operand.output:
+                arguments[operand.name].copy_(given[operand.name])
+
+
+for _operation in OPERATIONS:
+    for _dtype in dtypes_of("cuda"):
+        register_kernel(_operation, "cuda", _dtype, TritonAttention())

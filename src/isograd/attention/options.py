@@ -1,0 +1,114 @@
+"""What an attention computes besides its operands: visibility, scaling and dropout, and how these are checked."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+
+from isograd.errors import InvalidProblemError
+
+ALIGNMENTS = ("lower_right", "upper_left")
+DROPOUT_WORD = 0x6174746E  # the last word of the counters of dropout: no other random stream uses it
+
+Window = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """The options that operands do not show. Positions count within a sequence.
+
+    With `offset` = k length - q length for the alignment "lower_right" and 0 for "upper_left", query i sees key j only
+    if all of these hold:
+
+        causal          j <= i + offset
+        window (l, r)   i + offset - l <= j <= i + offset + r; None leaves a side open
+
+    scale: the factor of q·k, None for 1 / sqrt(head dimension). softcap: s becomes softcap · tanh(s / softcap), 0 for
+    none. dropout_p: the probability of dropping, from 0 to below 1. seed: 64 bits, of the dropout.
+    """
+
+    causal: bool = False
+    alignment: str = "lower_right"
+    window: Window | None = None
+    scale: float | None = None
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    seed: int = 0
+
+    def validated(self, operation: str, head_dim: int) -> Self:
+        """Return the options with plain numbers and the scale filled in, or raise what is wrong with them."""
+        if not isinstance(self.causal, (bool, np.bool_)):
+            raise InvalidProblemError(f"{operation}: causal is {self.causal!r}; expected True or False")
+        if self.alignment not in ALIGNMENTS:
+            raise InvalidProblemError(
+                f"{operation}: alignment is {self.alignment!r}; accepted: {', '.join(ALIGNMENTS)}"
+            )
+        softcap = _number(operation, "softcap", self.softcap)
+        if not 0 <= softcap < math.inf:
+            raise InvalidProblemError(f"{operation}: softcap is {softcap}; expected 0 or a positive number")
+        dropout_p = _number(operation, "dropout_p", self.dropout_p)
+        if not 0 <= dropout_p < 1:
+            raise InvalidProblemError(f"{operation}: dropout_p is {dropout_p}; accepted: from 0 to below 1")
+        scale = 1 / math.sqrt(head_dim) if self.scale is None else _number(operation, "scale", self.scale)
+        if not math.isfinite(scale):
+            raise InvalidProblemError(f"{operation}: scale is {scale}; expected a finite number")
+        seed = self.seed
+        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 1 << 64:
+            raise InvalidProblemError(f"{operation}: seed is {seed!r}; accepted: integers from 0 to 2^64 - 1")
+        return replace(
+            self,
+            causal=bool(self.causal),
+            window=None if self.window is None else _window(operation, self.window),
+            scale=scale,
+            softcap=softcap,
+            dropout_p=dropout_p,
+            seed=int(seed),
+        )
+
+    def offset(self, q_length: int, k_length: int) -> int:
+        """The key that query 0 is level with."""
+        return k_length - q_length if self.alignment == "lower_right" else 0
+
+    def reach(self) -> tuple[int | None, int | None]:
+        """(left, right): query i sees the keys from i + offset - left to i + offset + right; None is unbounded."""
+        left, right = (None, None) if self.window is None else self.window
+        return left, 0 if self.causal else right
+
+    @property
+    def dropout_threshold(self) -> int:
+        """A probability is dropped whose random word is smaller."""
+        return min(round(self.dropout_p * 2.0**32), 0xFFFFFFFF)
+
+    @property
+    def dropout_factor(self) -> float:
+        """What kept probabilities are multiplied by."""
+        return 1 / (1 - self.dropout_p)
+
+
+def _number(operation: str, argument: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise InvalidProblemError(f"{operation}: {argument} is {value!r}; expected a number")
+    return float(value)
+
+
+def _window(operation: str, window: Any) -> Window:
+    def side(value: Any) -> int | None:
+        if value is None:
+            return None
+        number = operator.index(value)
+        if number < 0:
+            raise ValueError
+        return number
+
+    try:
+        left, right = window
+        return side(left), side(right)
+    except (TypeError, ValueError):
+        raise InvalidProblemError(
+            f"{operation}: window is {window!r}; expected (left, right), each None or an integer from 0"
+        ) from None
