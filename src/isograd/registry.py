@@ -50,6 +50,7 @@ _FAMILIES = (
     "isograd.losses.distributions_cuda",
     "isograd.attention.plans",
     "isograd.attention.cuda",
+    "isograd.attention.metal",
 )
 _entries: list[Entry] = []
 _lock = threading.Lock()

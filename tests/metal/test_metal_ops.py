@@ -59,6 +59,7 @@ _BODIES = {
     "exponential": "pair.high = exponential(a[i]);",
     "exponential_short": "pair.high = exponential_short(a[i]);",
     "exponential_short_any": "pair.high = exponential_short_any(a[i]);",
+    "logarithm": "pair.high = logarithm(a[i]);",
     "log1p_pair": "pair = log1p_pair(a[i], b[i]);",
 }
 SOURCE = HEADER + "".join(_SCALAR.format(name=f"run_{n}", body=b) for n, b in _BODIES.items()) + _SUMS
@@ -119,11 +120,12 @@ def test_cancelling_fma(flush: bool) -> None:
 
 
 @_FLUSH
-def test_exponentials(flush: bool) -> None:
+def test_exponentials_and_logarithm(flush: bool) -> None:
     rng = np.random.default_rng(6)
     x = np.concatenate([_numbers(7), rng.uniform(-110, 95, COUNT).astype(np.float32)])
     _assert_bits(_results("exponential", flush, x)[0], ref.exp(x), x)
     _assert_bits(_results("exponential_short_any", flush, x)[0], ref.exp_short_any(x), x)
+    _assert_bits(_results("logarithm", flush, x)[0], ref.log(x), x)
     below = -np.abs(np.where(np.isnan(x), np.float32(1), x))
     _assert_bits(_results("exponential_short", flush, below)[0], ref.exp_short(below), below)
 

@@ -299,13 +299,36 @@ inline Pair log_core(float f, float k, float low) {
   return p;
 }
 
+// x = (1 + f) * 2^k with sqrt(1/2) <= 1 + f < sqrt(2), for positive normal x
+struct Split {
+  float f, k;
+};
+
+inline Split split_exponent(float x) {
+  const int b = as_int(x) - SQRT_HALF_BITS;
+  Split s;
+  s.f = as_float((b & 0x007FFFFF) + SQRT_HALF_BITS) - 1.0f;
+  s.k = float(b >> 23);
+  return s;
+}
+
+// The natural logarithm: -inf at 0, NaN below
+inline float logarithm(float x) {
+  if (is_zero(x)) return infinity(true);
+  if (is_nan(x) || is_negative(x)) return canonical_nan();
+  if (!is_finite(x)) return x;
+  const Parts p = normal_parts(x);  // a subnormal number becomes a normal one, with its exponent apart
+  const int shift = is_subnormal(x) ? 32 : 0;
+  const Split s = split_exponent(packed(false, p.m, p.e + shift));
+  return log_core(s.f, s.k - float(shift), 0.0f).high;
+}
+
 // log(1 + x + low) for finite x > -1 and low far below x
 inline Pair log1p_pair(float x, float low) {
   const Pair u = two_sum(1.0f, x);
-  const int b = as_int(u.high) - SQRT_HALF_BITS;
-  const float f = as_float((b & 0x007FFFFF) + SQRT_HALF_BITS) - 1.0f, k = float(b >> 23);
+  const Split s = split_exponent(u.high);
   const bool near = x > LOG1P_LOW && x < LOG1P_HIGH;
-  return log_core(near ? x : f, near ? 0.0f : k, quotient(near ? low : u.low + low, u.high));
+  return log_core(near ? x : s.f, near ? 0.0f : s.k, quotient(near ? low : u.low + low, u.high));
 }
 
 // --- exact integer sums (rules 4 and 5) ------------------------------------------------------------------------------
