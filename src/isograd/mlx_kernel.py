@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from isograd import metal, registry
+from isograd import arrays, metal, registry
 from isograd.arrays import numpy_dtype
 from isograd.errors import UnsupportedError
 from isograd.numerics.reference import BFLOAT16
@@ -43,6 +43,11 @@ def metal_unavailable() -> str | None:
 def dtype_name(array: Any) -> str:
     """What descriptors call an array's dtype."""
     return str(array.dtype).rpartition(".")[2]
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> list[int]:
+    """The strides of an array as kernels get it."""
+    return [arrays.size_of(shape[d + 1 :]) for d in range(len(shape))]
 
 
 class MlxKernel(Kernel):

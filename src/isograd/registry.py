@@ -51,6 +51,7 @@ _FAMILIES = (
     "isograd.attention.plans",
     "isograd.attention.cuda",
     "isograd.attention.metal",
+    "isograd.attention.mlx",
 )
 _entries: list[Entry] = []
 _lock = threading.Lock()

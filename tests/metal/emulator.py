@@ -219,7 +219,7 @@ def library(source: str, flags: tuple[str, ...] = ()) -> Library:
     return Library(source, flags)
 
 
-BARRIER = re.compile(r"threadgroup_barrier\([^()]*\);")
+BARRIER = re.compile(r"(?:threadgroup|simdgroup)_barrier\([^()]*\);")
 
 
 def without_barrier(source: str, which: int) -> str:

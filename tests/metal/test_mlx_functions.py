@@ -77,6 +77,52 @@ def test_router_and_its_gradient(scoring: str, with_bias: bool) -> None:
     assert not any(np.array(b).any() for b in gradients[1:])
 
 
+def _attention_problem(dtype: str) -> list[np.ndarray[Any, Any]]:
+    return [stored(RNG.standard_normal((2, heads, n, 16)), dtype) for heads, n in ((4, 9), (2, 12), (2, 12), (4, 9))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_and_its_gradients(causal: bool, dtype: str) -> None:
+    q, k, v, do = _attention_problem(dtype)
+    dlse = RNG.standard_normal((2, 4, 9)).astype(np.float32)
+    (o, lse), gradients = mx.vjp(
+        lambda *a: igm.attention(*a, causal=causal, scale=0.5, return_lse=True),
+        [_from_numpy(a) for a in (q, k, v)],
+        [_from_numpy(do), mx.array(dlse)],
+    )
+    expected = isograd.attention(q, k, v, causal=causal, scale=0.5, return_lse=True)
+    assert same_bits(_array(o), expected[0])
+    assert same_bits(np.array(lse), expected[1])
+    wanted = isograd.attention_backward(do, q, k, v, *expected, causal=causal, scale=0.5, dlse=dlse)
+    assert all(same_bits(_array(g), w) for g, w in zip(gradients, wanted[:3], strict=True))
+    assert same_bits(_array(igm.attention(*[_from_numpy(a) for a in (q, k, v)], causal=causal, scale=0.5)), expected[0])
+    assert same_bits(np.array(igm.attention_delta(o, _from_numpy(do))), isograd.attention_delta(expected[0], do))
+
+
+_Q = mx.zeros((1, 2, 3, 16))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: igm.attention(_Q, _Q, 3), "attention: v is int; expected an MLX array"),
+        (lambda: igm.attention(_Q, _Q, _Q[0]), r"attention: v has shape \(2, 3, 16\); expected \[batch, heads"),
+        (
+            lambda: igm.attention(_Q, _Q[..., :8], _Q),
+            r"attention: k has shape \(1, 2, 3, 8\); expected \(1, 2, 3, 16\)",
+        ),
+        (lambda: igm.attention(_Q, _Q, _Q.astype(mx.float16)), "attention: v has dtype float16 and q float32"),
+        (lambda: igm.attention(_Q, _Q, _Q, causal=1), "attention: causal is 1; expected True or False"),
+        (lambda: igm.attention_delta(_Q, _Q[0]), r"attention_delta: o has shape \(1, 2, 3, 16\)"),
+        (lambda: mx.grad(lambda o: igm.attention_delta(o, _Q).sum())(_Q), "attention_delta: its own gradient"),
+    ],
+)
+def test_errors_of_attention(call: Any, message: str) -> None:
+    with pytest.raises((InvalidProblemError, UnsupportedError), match=message):
+        call()
+
+
 def test_training_lowers_a_loss() -> None:
     rows = RNG.standard_normal((64, 10)).astype(np.float32)
     x, target = mx.array(rows), mx.array(rows.argmax(-1)[:, None])

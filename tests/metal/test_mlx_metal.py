@@ -9,14 +9,18 @@ from problems import BFLOAT16, DTYPES, same_bits, stored
 
 mx = pytest.importorskip("mlx.core", reason="needs mlx")
 
-from isograd import registry  # noqa: E402
+from isograd import metal, registry  # noqa: E402
+from isograd.arrays import numpy_dtype as _numpy  # noqa: E402
+from isograd.attention.descriptors import AttentionBackwardDescriptor, AttentionDescriptor  # noqa: E402
+from isograd.attention.metal import MetalAttention  # noqa: E402
+from isograd.attention.options import AttentionOptions  # noqa: E402
 from isograd.cli.suites import SUITES, cases  # noqa: E402
 from isograd.mlx_kernel import MetalKernel, dtype_name  # noqa: E402
 
 pytestmark = needs_compiler
-OPERATIONS = sorted(
-    {e.operation for e in registry.kernels() if e.device == "mlx" and isinstance(e.kernel, MetalKernel)}
-)
+_ALL = sorted({e.operation for e in registry.kernels() if e.device == "mlx" and isinstance(e.kernel, MetalKernel)})
+BOUNDED = ("attention", "attention_backward")  # their bits are their own
+OPERATIONS = [operation for operation in _ALL if operation not in BOUNDED]
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +142,43 @@ def source_spaces(source: str) -> list[str]:
     """The address space of every buffer of the kernel that MLX wrote."""
     signature = source[source.rindex("[[kernel]] void custom_kernel") :]
     return [line.split()[line.split()[0] == "const"] for line in signature.splitlines() if "[[buffer(" in line]
+
+
+def _attention(shape: tuple[int, ...], dtype: str) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, Any]]:
+    """Inputs of the backward, and the descriptor's fields, for queries q and keys k of some lengths."""
+    batch, heads, n, m, dim = shape
+    rng = np.random.default_rng(dim)
+    sizes = {"do": (heads, n), "q": (heads, n), "k": (1, m), "v": (1, m), "o": (heads, n)}
+    inputs = {name: stored(rng.standard_normal((batch, *size, dim)), dtype) for name, size in sizes.items()}
+    inputs["lse"] = (5 + rng.standard_normal((batch, heads, n))).astype(np.float32)
+    inputs["dlse"] = rng.standard_normal((batch, heads, n)).astype(np.float32)
+    names = ("batch", "heads", "kv_heads", "q_length", "k_length", "head_dim", "v_dim", "dtype")
+    fields = dict(zip(names, (batch, heads, 1, n, m, dim, dim, dtype), strict=True))
+    return inputs, fields | {"options": AttentionOptions(causal=True)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((1, 2, 3, 5, 64), "float32"), ((2, 2, 20, 40, 128), "bfloat16")], ids=str
+)
+def test_attention(shape: tuple[int, ...], dtype: str) -> None:
+    """The bits that PyTorch's launcher has, also where lse is in constant memory."""
+    pytest.importorskip("clang.cindex", reason="needs libclang")
+    from emulated import run
+    from problems import array, tensor
+    from strict_pass import complaints
+
+    inputs, fields = _attention(shape, dtype)
+    for make, names in ((AttentionDescriptor, ("q", "k", "v")), (AttentionBackwardDescriptor, tuple(inputs))):
+        descriptor = make(**fields) if make is AttentionDescriptor else make(**fields, dlse=True)
+        given = {name: inputs[name] for name in names}
+        graph = _graph(descriptor, **given)
+        for source in graph.sources:
+            assert complaints(source) == []
+        outputs = {o.name: tensor(np.zeros(o.shape, _numpy(o.dtype))) for o in descriptor.operands() if o.output}
+        compiled = library(metal.source("attention"), ("-O0",))
+        run(MetalAttention(), descriptor, 1, FLUSHES, compiled, **{name: tensor(a) for name, a in given.items()}, **outputs)
+        for got, wanted in zip(graph.run(2, *given.values()), outputs.values(), strict=True):
+            assert same_bits(got, array(wanted))
 
 
 def test_an_axis_that_is_not_the_last_one_is_moved() -> None:

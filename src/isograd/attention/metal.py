@@ -13,7 +13,7 @@ from isograd.plan import KernelSku
 from isograd.registry import register_kernel
 
 _ROWS, _PIECE = 16, 64  # rows that a threadgroup owns, columns that it stages at a time
-_THREADS = 256
+THREADS = 256  # of a group
 _MATRICES = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
 
 
@@ -102,7 +102,7 @@ class MetalAttention(metal.MetalKernel):
             return
         given = {"q": q, "k": k, "v": v, "o": o, "lse": lse}
         layout = problem_layout(d, {name: tuple(array.stride()) for name, array in given.items()})
-        yield metal.Launch(f"attention_forward_{d.dtype}_{pieces(d)}", (q, k, v, o, lse, layout), groups, _THREADS)
+        yield metal.Launch(f"attention_forward_{d.dtype}_{pieces(d)}", (q, k, v, o, lse, layout), groups, THREADS)
 
     def _backward(self, d: Any, a: Mapping[str, Any]) -> Iterator[metal.Launch]:
         if 0 in (d.batch * d.heads, d.q_length, d.k_length):
@@ -115,9 +115,9 @@ class MetalAttention(metal.MetalKernel):
         inputs = (a["do"], a["q"], a["k"], a["v"], a["lse"], delta, a.get("dlse", a["lse"]))
         suffix = f"{d.dtype}_{pieces(d)}"
         buffers = (*inputs, a["dk"], a["dv"], layout)
-        yield metal.Launch(f"attention_key_gradient_{suffix}", buffers, groups_of(d, keys=True), _THREADS)
+        yield metal.Launch(f"attention_key_gradient_{suffix}", buffers, groups_of(d, keys=True), THREADS)
         buffers = (*inputs, a["dq"], layout)
-        yield metal.Launch(f"attention_query_gradient_{suffix}", buffers, groups_of(d, keys=False), _THREADS)
+        yield metal.Launch(f"attention_query_gradient_{suffix}", buffers, groups_of(d, keys=False), THREADS)
 
 
 for _operation in OPERATIONS:

@@ -7,7 +7,7 @@ from typing import Any
 from isograd import arrays, metal
 from isograd.gather.metal import NAN_BITS, OPERATIONS, groups_for, too_long
 from isograd.gather.plans import family_guarantee, family_sku
-from isograd.mlx_kernel import HostKernel, MetalKernel
+from isograd.mlx_kernel import HostKernel, MetalKernel, contiguous_strides
 from isograd.plan import DTYPES, KernelSku
 from isograd.registry import register_kernel
 
@@ -56,9 +56,9 @@ class MlxGather(MetalKernel):
         if count == 0:
             return mx.zeros(d.indices_shape, dtype)
         bits = "uint32" if d.dtype == "float32" else "uint16"
-        strides = _strides(d.shape)
+        strides = contiguous_strides(d.shape)
         step, strides[d.axis] = strides[d.axis], 0
-        places = _strides(d.indices_shape)
+        places = contiguous_strides(d.indices_shape)
         layout = [count, d.shape[d.axis], step, 1, NAN_BITS[d.dtype], len(strides)]
         layout += [*d.indices_shape, *strides, *places, *places]
         # A buffer of no elements is none; every index is out of range then.
@@ -84,11 +84,6 @@ class MlxGather(MetalKernel):
         threads = groups, metal.threads_for(max(n, k))
         dx, _, _ = self.call(d.operation, _SCATTER, given, [lines, n, k, n + k], outputs, threads)
         return mx.moveaxis(dx, -1, d.axis)
-
-
-def _strides(shape: tuple[int, ...]) -> list[int]:
-    """Those of a contiguous array."""
-    return [arrays.size_of(shape[d + 1 :]) for d in range(len(shape))]
 
 
 for _operation in OPERATIONS:

@@ -15,6 +15,6 @@ try:
 except ImportError as error:
     raise ImportError("isograd.mlx needs MLX, which is not installed: pip install 'isograd[mlx]'") from error
 
-from isograd.mlx.functional import log_softmax, moe_router, softmax, take_along_axis
+from isograd.mlx.functional import attention, attention_delta, log_softmax, moe_router, softmax, take_along_axis
 
-__all__ = ["log_softmax", "moe_router", "softmax", "take_along_axis"]
+__all__ = ["attention", "attention_delta", "log_softmax", "moe_router", "softmax", "take_along_axis"]

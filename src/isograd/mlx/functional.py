@@ -7,6 +7,9 @@ from typing import Any, NoReturn
 import mlx.core as mx
 
 from isograd import functional
+from isograd.attention.descriptors import AttentionBackwardDescriptor, AttentionDeltaDescriptor, AttentionDescriptor
+from isograd.attention.options import AttentionOptions
+from isograd.attention.plans import AttentionBackwardPlan, AttentionDeltaPlan, AttentionPlan
 from isograd.errors import InvalidProblemError, UnsupportedError
 from isograd.gather.plans import (
     TakeAlongAxisBackwardDescriptor,
@@ -172,3 +175,86 @@ def moe_router(
             f"{name}: bias has shape {given[0]} and dtype {given[1]}; expected {expected[0]} and {expected[1]}"
         )
     return route(logits, bias)
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+def _sizes(operation: str, q: Any, k: Any, v: Any) -> tuple[Any, ...]:
+    """Batch, heads, heads of k and v, lengths and head dimensions; InvalidProblemError where they do not fit."""
+    shapes = {"q": tuple(q.shape), "k": tuple(k.shape), "v": tuple(v.shape)}
+    for name, shape in shapes.items():
+        if len(shape) != 4:
+            raise InvalidProblemError(
+                f"{operation}: {name} has shape {shape}; expected [batch, heads, length, columns]"
+            )
+    (batch, heads, q_length, dim), (_, kv_heads, k_length, _) = shapes["q"], shapes["k"]
+    expected = {"k": (batch, kv_heads, k_length, dim), "v": (batch, kv_heads, k_length, shapes["v"][3])}
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            raise InvalidProblemError(f"{operation}: {name} has shape {shapes[name]}; expected {shape}")
+    for name, array in (("k", k), ("v", v)):
+        if array.dtype != q.dtype:
+            raise InvalidProblemError(
+                f"{operation}: {name} has dtype {dtype_name(array)} and q {dtype_name(q)}; expected the same"
+            )
+    return batch, heads, kv_heads, q_length, k_length, dim, shapes["v"][3], dtype_name(q)
+
+
+@functools.lru_cache(maxsize=256)
+def _attention(options: AttentionOptions) -> Function:
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        descriptor = AttentionDescriptor(*_sizes("attention", q, k, v), options)
+        return _computed(AttentionPlan, descriptor, q=q, k=k, v=v)
+
+    def gradient(q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, dlse: Any) -> Any:
+        descriptor = AttentionBackwardDescriptor(*_sizes("attention_backward", q, k, v), options, dlse=True)
+        inputs = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse}
+        return _computed(AttentionBackwardPlan, descriptor, **inputs)
+
+    once = _differentiable("attention_backward", gradient, None)
+    return _differentiable("attention", forward, lambda primals, g, outputs: once(*primals, *outputs, *g))
+
+
+def attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    causal: bool = False,
+    alignment: str = "lower_right",
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """softmax(scale · q kᵀ) v over the visible keys, see `isograd.attention`.
+
+    q: [B, Hq, Lq, D]. k: [B, Hkv, Lk, D]. v: [B, Hkv, Lk, Dv], Hq a multiple of Hkv; of one dtype. Returns
+    [B, Hq, Lq, Dv], and with return_lse also the logarithms of the sums, [B, Hq, Lq]; both are differentiable.
+
+    Raises InvalidProblemError for arguments that do not fit, and UnsupportedError for another dtype or dimension.
+    """
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        _require_array("attention", name, array)
+    options = AttentionOptions(causal=causal, alignment=alignment, scale=scale).validated("attention", q.shape[-1])
+    o, lse = _attention(options)(q, k, v)
+    return (o, lse) if return_lse else o
+
+
+def attention_delta(o: mx.array, do: mx.array) -> Any:
+    """The order-free sums of o · do over the last axis, see `isograd.attention_delta`; not differentiable.
+
+    o, do: [B, H, L, D] of one dtype. Returns [B, H, L]. Errors as for `attention`.
+    """
+    _require_array("attention_delta", "o", o)
+    _require_array("attention_delta", "do", do)
+    if o.shape != do.shape or o.dtype != do.dtype or len(o.shape) != 4:
+        raise InvalidProblemError(
+            f"attention_delta: o has shape {tuple(o.shape)} and dtype {dtype_name(o)}, do {tuple(do.shape)} and "
+            f"{dtype_name(do)}; expected one shape of four dimensions and one dtype"
+        )
+    return _delta(o, do)
+
+
+def _delta_rows(o: Any, do: Any) -> Any:
+    return _computed(AttentionDeltaPlan, AttentionDeltaDescriptor(*o.shape, dtype_name(o)), o=o, do=do)
+
+
+_delta = _differentiable("attention_delta", _delta_rows, None)
