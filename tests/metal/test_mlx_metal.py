@@ -176,7 +176,15 @@ def test_attention(shape: tuple[int, ...], dtype: str) -> None:
             assert complaints(source) == []
         outputs = {o.name: tensor(np.zeros(o.shape, _numpy(o.dtype))) for o in descriptor.operands() if o.output}
         compiled = library(metal.source("attention"), ("-O0",))
-        run(MetalAttention(), descriptor, 1, FLUSHES, compiled, **{name: tensor(a) for name, a in given.items()}, **outputs)
+        run(
+            MetalAttention(),
+            descriptor,
+            1,
+            FLUSHES,
+            compiled,
+            **{name: tensor(a) for name, a in given.items()},
+            **outputs,
+        )
         for got, wanted in zip(graph.run(2, *given.values()), outputs.values(), strict=True):
             assert same_bits(got, array(wanted))
 

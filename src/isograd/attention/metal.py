@@ -32,7 +32,7 @@ def unserved(descriptor: Any) -> str | None:
 
 def pieces(descriptor: Any) -> int:
     """Pieces of 64 columns of the wider of the two head dimensions, as many as a kernel was made for."""
-    needed = -(-max(descriptor.head_dim, descriptor.v_dim) // _PIECE)
+    needed: int = -(-max(descriptor.head_dim, descriptor.v_dim) // _PIECE)
     return 4 if needed == 3 else needed
 
 
@@ -114,10 +114,10 @@ class MetalAttention(metal.MetalKernel):
         layout = problem_layout(d, {name: tuple(array.stride()) for name, array in a.items()})
         inputs = (a["do"], a["q"], a["k"], a["v"], a["lse"], delta, a.get("dlse", a["lse"]))
         suffix = f"{d.dtype}_{pieces(d)}"
-        buffers = (*inputs, a["dk"], a["dv"], layout)
-        yield metal.Launch(f"attention_key_gradient_{suffix}", buffers, groups_of(d, keys=True), THREADS)
-        buffers = (*inputs, a["dq"], layout)
-        yield metal.Launch(f"attention_query_gradient_{suffix}", buffers, groups_of(d, keys=False), THREADS)
+        groups, buffers = groups_of(d, keys=True), (*inputs, a["dk"], a["dv"], layout)
+        yield metal.Launch(f"attention_key_gradient_{suffix}", buffers, groups, THREADS)
+        groups = groups_of(d, keys=False)
+        yield metal.Launch(f"attention_query_gradient_{suffix}", (*inputs, a["dq"], layout), groups, THREADS)
 
 
 for _operation in OPERATIONS:

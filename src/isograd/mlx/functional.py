@@ -178,8 +178,8 @@ def moe_router(
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
-def _sizes(operation: str, q: Any, k: Any, v: Any) -> tuple[Any, ...]:
-    """Batch, heads, heads of k and v, lengths and head dimensions; InvalidProblemError where they do not fit."""
+def _fields(operation: str, q: Any, k: Any, v: Any) -> dict[str, Any]:
+    """What a descriptor says of sizes and dtype; InvalidProblemError where the arrays do not fit."""
     shapes = {"q": tuple(q.shape), "k": tuple(k.shape), "v": tuple(v.shape)}
     for name, shape in shapes.items():
         if len(shape) != 4:
@@ -196,17 +196,27 @@ def _sizes(operation: str, q: Any, k: Any, v: Any) -> tuple[Any, ...]:
             raise InvalidProblemError(
                 f"{operation}: {name} has dtype {dtype_name(array)} and q {dtype_name(q)}; expected the same"
             )
-    return batch, heads, kv_heads, q_length, k_length, dim, shapes["v"][3], dtype_name(q)
+    return {
+        "batch": batch,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "q_length": q_length,
+        "k_length": k_length,
+        "head_dim": dim,
+        "v_dim": shapes["v"][3],
+        "dtype": dtype_name(q),
+    }
 
 
 @functools.lru_cache(maxsize=256)
 def _attention(options: AttentionOptions) -> Function:
     def forward(q: Any, k: Any, v: Any) -> Any:
-        descriptor = AttentionDescriptor(*_sizes("attention", q, k, v), options)
+        descriptor = AttentionDescriptor(**_fields("attention", q, k, v), options=options)
         return _computed(AttentionPlan, descriptor, q=q, k=k, v=v)
 
     def gradient(q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, dlse: Any) -> Any:
-        descriptor = AttentionBackwardDescriptor(*_sizes("attention_backward", q, k, v), options, dlse=True)
+        fields = _fields("attention_backward", q, k, v)
+        descriptor = AttentionBackwardDescriptor(**fields, options=options, dlse=True)
         inputs = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse, "dlse": dlse}
         return _computed(AttentionBackwardPlan, descriptor, **inputs)
 
@@ -254,7 +264,10 @@ def attention_delta(o: mx.array, do: mx.array) -> Any:
 
 
 def _delta_rows(o: Any, do: Any) -> Any:
-    return _computed(AttentionDeltaPlan, AttentionDeltaDescriptor(*o.shape, dtype_name(o)), o=o, do=do)
+    batch, heads, length, v_dim = o.shape
+    return _computed(
+        AttentionDeltaPlan, AttentionDeltaDescriptor(batch, heads, length, v_dim, dtype_name(o)), o=o, do=do
+    )
 
 
 _delta = _differentiable("attention_delta", _delta_rows, None)
