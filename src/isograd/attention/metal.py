@@ -32,7 +32,7 @@ def unserved(descriptor: Any) -> str | None:
 
 def pieces(descriptor: Any) -> int:
     """Pieces of 64 columns of the wider of the two head dimensions, as many as a kernel was made for."""
-    needed: int = -(-max(descriptor.head_dim, descriptor.v_dim) // _PIECE)
+    needed = -(-int(max(descriptor.head_dim, descriptor.v_dim)) // _PIECE)
     return 4 if needed == 3 else needed
 
 
