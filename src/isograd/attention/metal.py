@@ -32,7 +32,7 @@ def unserved(descriptor: Any) -> str | None:
 
 def pieces(descriptor: Any) -> int:
     """Pieces of 64 columns of the wider of the two head dimensions, as many as a kernel was made for."""
-    needed = -(-int(max(descriptor.head_dim, descriptor.v_dim)) // _PIECE)
+    needed: int = -(-max(descriptor.head_dim, descriptor.v_dim) // _PIECE)
     return 4 if needed == 3 else needed
 
 
@@ -40,7 +40,8 @@ def groups_of(descriptor: Any, keys: bool) -> int:
     """Threadgroups of a launch that owns queries, or keys."""
     d = descriptor
     heads, length = (d.kv_heads, d.k_length) if keys else (d.heads, d.q_length)
-    return min(d.batch * heads * -(-length // _ROWS), metal.MOST_GROUPS)
+    tiles: int = d.batch * heads * -(-length // _ROWS)
+    return min(tiles, metal.MOST_GROUPS)
 
 
 def problem_layout(descriptor: Any, strides: Mapping[str, tuple[int, ...]]) -> list[int]:
