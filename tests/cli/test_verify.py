@@ -85,7 +85,8 @@ def test_json(cli):
     (kernel,) = found["kernels"]
     assert kernel.keys() == {
         "operation", "dtype", "device", "kernel", "cases", "skipped", "worst", "worst_case", "bound_kept",
-        "invariances", "digests_checked", "digests_equal", "sha256", "failures",
+        "invariances", "digests_checked", "digests_equal", "unpromised_checked", "unpromised_equal", "sha256",
+            "failures",
     }  # fmt: skip
     assert found["isograd"] == ig.__version__
 
