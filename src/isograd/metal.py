@@ -57,7 +57,7 @@ def _with_headers(path: str, seen: set[str]) -> str:
         seen.add(match[1])
         return _with_headers(match[1], seen)
 
-    return _INCLUDE.sub(header, text)
+    return _INCLUDE.sub(header, text.replace("#pragma once\n", ""))
 
 
 def threads_for(columns: int) -> int:

@@ -28,6 +28,7 @@ def run(
     seed: int = 0,
     flush: bool = False,
     compiled: Library | None = None,
+    toward_zero: bool = False,
     **arguments: torch.Tensor,
 ) -> None:
     """Run a kernel's launches, from its own source unless a library is given."""
@@ -35,7 +36,8 @@ def run(
     for call in kernel.launches(descriptor.validated(), arguments):
         buffers = [b if isinstance(b, list) else memory(b) for b in call.buffers]
         threads = call.groups * call.group_size
-        compiled.run(call.name, *buffers, threads=threads, group_size=call.group_size, seed=seed, flush=flush)
+        modes = {"seed": seed, "flush": flush, "toward_zero": toward_zero}
+        compiled.run(call.name, *buffers, threads=threads, group_size=call.group_size, **modes)
 
 
 def needed_barriers(family: str) -> range:

@@ -136,13 +136,16 @@ def translated(source: str) -> tuple[str, dict[str, tuple[str, list[Parameter]]]
     source = _INSTANCE.sub(lambda m: re.sub(r"[^\n]", "", m[0]), source)
     source = re.sub(r"\[\[(?!noreturn).*?\]\]", "", source)
     source = _VARIABLE.sub(r"\1static \2 \3\4; static_cast<void>(emulator::threadgroup_variable(\3));", source)
-    functions = [
-        f'extern "C" int run_{name}(void** a, const uint32_t* g, const uint32_t* t, unsigned seed, int flush,'
-        f" char* error, int n) {{ return emulator::run({{g[0], g[1], g[2]}}, {{t[0], t[1], t[2]}}, seed, flush,"
-        f" [](void* p) {{ void** a = static_cast<void**>(p); {function}({', '.join(map(_argument, parameters))}); }},"
-        " a, error, n); }"
-        for name, (function, parameters) in entries.items()
-    ]
+    functions = []
+    for name, (function, parameters) in entries.items():
+        call = f"{function}({', '.join(map(_argument, parameters))})"
+        functions.append(
+            f'extern "C" int run_{name}(void** buffers, const uint32_t* g, const uint32_t* t, unsigned seed, int flush,'
+            " int toward_zero, char* error, int length) {"
+            f" auto body = [](void* p) {{ void** a = static_cast<void**>(p); {call}; }};"
+            " return emulator::run({g[0], g[1], g[2]}, {t[0], t[1], t[2]}, seed, flush, toward_zero, body, buffers, error,"
+            " length); }"
+        )
     return "\n".join([source, *functions]), entries
 
 
@@ -195,8 +198,12 @@ class Library:
         group_size: int | tuple[int, ...],
         seed: int = 0,
         flush: bool = False,
+        toward_zero: bool = False,
     ) -> None:
-        """Run an entry point. Arguments: contiguous arrays, which are written in place, and lists of integers."""
+        """Run an entry point. Arguments: contiguous arrays, which are written in place, and lists of integers.
+
+        flush: subnormal numbers. toward_zero: how the hardware rounds.
+        """
         arrays = [np.array(a, np.int64) if isinstance(a, list) else a for a in arguments]
         assert all(a.flags.c_contiguous for a in arrays)
         buffers = [p for p in self.entries[name][1] if p.attribute == "buffer"]
@@ -206,7 +213,8 @@ class Library:
         pointers = (ctypes.c_void_p * len(arrays))(*[copies[a.ctypes.data].address for a in arrays])
         error = ctypes.create_string_buffer(512)
         function = getattr(self._library, f"run_{name}")
-        failed = function(pointers, _triple(threads), _triple(group_size), seed, int(flush), error, len(error))
+        modes = int(flush), int(toward_zero)
+        failed = function(pointers, _triple(threads), _triple(group_size), seed, *modes, error, len(error))
         for copy in copies.values():
             copy.copy_back()
         if failed:

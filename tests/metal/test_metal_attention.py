@@ -177,6 +177,20 @@ def test_rows_beyond_16_bits_of_the_row_sums(compiled: Library) -> None:
     assert same_bits(array(delta)[0, 0, some], reference.attention_delta(o[0, some], do[0, some]))
 
 
+def test_long_sequences(compiled: Library) -> None:
+    """8,191 keys of one query; one key of 70,000 queries."""
+    a, fields = _problem((1, 1, 1, 1, 8191, 64, 64, False), "float16")
+    got = _forward(a, fields, 2, compiled)
+    inputs = {name: a[name] for name in ("q", "k", "v")}
+    promised = KERNEL.sku(AttentionDescriptor(**fields).validated()).precision_guarantee
+    exact = reference.oracle_attention(*inputs.values(), fields["options"])
+    assert _within(got, exact, promised.error_bound(**inputs, options=fields["options"]))
+    a, fields = _problem((1, 1, 1, 70_000, 1, 16, 16, False), "bfloat16")
+    o, lse = _forward(a, fields, 3, compiled)
+    assert same_bits(o, np.ascontiguousarray(np.broadcast_to(a["v"], o.shape)))
+    assert np.allclose(lse, reference.oracle_attention(a["q"], a["k"], a["v"], fields["options"])[1], atol=1e-6)
+
+
 def test_values_at_masked_keys_do_not_matter(compiled: Library) -> None:
     """Not even NaN and infinity."""
     a, fields = _problem((1, 1, 1, 20, 40, 64, 64, True), "float32")

@@ -63,6 +63,14 @@ def test_numbers_of_experts(experts: int, seed: int) -> None:
         assert same_bits(got, wanted)
 
 
+def test_more_tokens_than_a_16_bit_number_counts() -> None:
+    logits = np.random.default_rng(9).standard_normal((70_000, 2)).astype(np.float16)
+    got = _computed("moe_router", Case("", {"logits": logits}, {"k": 1}), "float16", 0)
+    some = np.r_[:100, 65_500:65_600, 69_900:70_000]
+    for result, wanted in zip(got, reference.moe_router(logits[some], 1), strict=True):
+        assert same_bits(result[some], wanted)
+
+
 def _difficult(operation: str) -> tuple[Case, torch.Tensor]:
     """Five times three tokens with strided logits, and these logits; groups, or an expert that occurs four times."""
     rng = np.random.default_rng(5)

@@ -23,7 +23,8 @@ constexpr size_t STACK = 128 << 10;
 constexpr int SIMD = 32;
 constexpr size_t THREADGROUP_MEMORY = 32768;
 constexpr int MOST_THREADS = 1024;
-constexpr unsigned FLUSH = 0x8040;  // MXCSR: subnormal results and operands become zero
+// Bits of MXCSR: no exception is raised; subnormal results and operands become zero; rounding toward zero.
+constexpr unsigned DEFAULT = 0x1F80, FLUSH = 0x8040, TOWARD_ZERO = 0x6000;
 
 struct Triple {
   uint32_t x, y, z;
@@ -312,10 +313,11 @@ inline unsigned control(unsigned bits) {
 #endif
 }
 
-// seed 0: threads in order; 1: in reverse order; any other: shuffled for every group. Returns 1 and a message in
+// seed 0: threads in order; 1: in reverse order; any other: shuffled for every group. flush, toward_zero: what the
+// language lets a device do, and only x86-64 can be told to. Returns 1 and a message in
 // `error` where the kernel does what it must not.
-inline int run(Triple grid, Triple threads, unsigned seed, bool flush, void (*body)(void*), void* arguments, char* error,
-               int length) {
+inline int run(Triple grid, Triple threads, unsigned seed, bool flush, bool toward_zero, void (*body)(void*),
+               void* arguments, char* error, int length) {
   if (static_cast<uint64_t>(threads.x) * threads.y * threads.z > MOST_THREADS) {
     std::snprintf(error, length, "more than %d threads in a threadgroup", MOST_THREADS);
     return 1;
@@ -337,7 +339,7 @@ inline int run(Triple grid, Triple threads, unsigned seed, bool flush, void (*bo
   group.groups = {(grid.x + threads.x - 1) / threads.x, (grid.y + threads.y - 1) / threads.y,
                   (grid.z + threads.z - 1) / threads.z};
   std::mt19937 random(seed);
-  const unsigned before = control(flush ? 0x1F80u | FLUSH : 0x1F80u);
+  const unsigned before = control(DEFAULT | (flush ? FLUSH : 0) | (toward_zero ? TOWARD_ZERO : 0));
   guarded = true;
   if (sigsetjmp(fault, 1)) {
     group.error = "an access outside of every buffer" + place();
