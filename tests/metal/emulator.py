@@ -143,8 +143,8 @@ def translated(source: str) -> tuple[str, dict[str, tuple[str, list[Parameter]]]
             f'extern "C" int run_{name}(void** buffers, const uint32_t* g, const uint32_t* t, unsigned seed, int flush,'
             " int toward_zero, char* error, int length) {"
             f" auto body = [](void* p) {{ void** a = static_cast<void**>(p); {call}; }};"
-            " return emulator::run({g[0], g[1], g[2]}, {t[0], t[1], t[2]}, seed, flush, toward_zero, body, buffers, error,"
-            " length); }"
+            " return emulator::run({g[0], g[1], g[2]}, {t[0], t[1], t[2]}, seed, flush, toward_zero, body, buffers,"
+            " error, length); }"
         )
     return "\n".join([source, *functions]), entries
 
