@@ -26,7 +26,11 @@ _FORCE = {"forceinline": True}
 
 def _registers() -> tuple[int, int]:
     """Rows and vectors of c that registers hold beside a row of b."""
-    return (8, 2) if llvmlite.binding.get_host_cpu_features().get("avx512f") else (4, 1)
+    try:
+        features = llvmlite.binding.get_host_cpu_features()
+    except RuntimeError:  # LLVM cannot tell on every system
+        return 4, 1
+    return (8, 2) if features.get("avx512f") else (4, 1)
 
 
 def lanes(like: Any) -> Any:
