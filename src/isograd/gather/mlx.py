@@ -90,4 +90,4 @@ for _operation in OPERATIONS:
     for _dtype in metal.DTYPES:
         register_kernel(_operation, "mlx", _dtype, MlxGather())
     for _dtype in DTYPES:
-        register_kernel(_operation, "mlx", _dtype, HostKernel(), priority=-1)
+        register_kernel(_operation, "mlx", _dtype, HostKernel())  # the second choice

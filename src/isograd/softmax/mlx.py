@@ -58,4 +58,4 @@ for _operation in (*KINDS, *(f"{kind}_backward" for kind in KINDS)):
     for _dtype in metal.DTYPES:
         register_kernel(_operation, "mlx", _dtype, MlxSoftmax())
     for _dtype in DTYPES:
-        register_kernel(_operation, "mlx", _dtype, HostKernel(), priority=-1)
+        register_kernel(_operation, "mlx", _dtype, HostKernel())  # the second choice
