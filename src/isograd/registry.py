@@ -32,10 +32,16 @@ class Entry(NamedTuple):
 _FAMILIES = (
     "isograd.softmax.plans",
     "isograd.softmax.cuda",
+    "isograd.softmax.metal",
+    "isograd.softmax.mlx",
     "isograd.gather.plans",
     "isograd.gather.cuda",
+    "isograd.gather.metal",
+    "isograd.gather.mlx",
     "isograd.router.plans",
     "isograd.router.cuda",
+    "isograd.router.metal",
+    "isograd.router.mlx",
     "isograd.losses.cross_entropy_plans",
     "isograd.losses.linear_plans",
     "isograd.losses.divergence_plans",
@@ -44,6 +50,8 @@ _FAMILIES = (
     "isograd.losses.distributions_cuda",
     "isograd.attention.plans",
     "isograd.attention.cuda",
+    "isograd.attention.metal",
+    "isograd.attention.mlx",
 )
 _entries: list[Entry] = []
 _lock = threading.Lock()

@@ -30,6 +30,15 @@ def test_json(cli):
     assert row["precision_guarantee"]["error_bound"].startswith("ulp(y)/2")
 
 
+def test_metal_kernels_are_listed_with_the_reason_why_they_are_not_here(cli):
+    rows = json.loads(cli("kernels", "--json").stdout)["kernels"]
+    for device in ("mps", "mlx"):
+        found = {(r["operation"], r["dtype"]) for r in rows if (r["device"], r["kernel"]) == (device, "metal")}
+        assert found >= {("softmax", "bfloat16"), ("take_along_axis_backward", "float32"), ("moe_router", "float16")}
+        assert ("softmax", "float64") not in found
+    assert all("unavailable" in r for r in rows if r["kernel"] == "metal")
+
+
 class Other(NumbaSoftmax):
     name = "other"
 
