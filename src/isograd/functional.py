@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from isograd import arrays, encoder, registry
+from isograd import arrays, encoder, memory, registry
 from isograd.errors import InvalidProblemError, UnsupportedError
 from isograd.plan import Descriptor, Plan
 
@@ -75,7 +75,7 @@ def empty(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
     if not arrays.is_tensor(like):
         return np.empty(shape, arrays.numpy_dtype(dtype) if dtype == "bfloat16" else dtype)
     torch = sys.modules["torch"]
-    return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
+    return memory.with_huge_pages(torch.empty(shape, dtype=getattr(torch, dtype), device=like.device))
 
 
 def run(plan: Plan, **arguments: Any) -> Any:
