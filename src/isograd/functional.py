@@ -26,14 +26,14 @@ P = TypeVar("P", bound=Plan)
 
 
 @functools.lru_cache(maxsize=4096)
-def _selected(plan_type: Any, descriptor: Descriptor, device: str, generation: int) -> Any:
-    return plan_type.select(descriptor, device)
+def _selected(plan_type: Any, descriptor: Descriptor, device: str, preference: str | None, generation: int) -> Any:
+    return plan_type.select(descriptor, device, preference)
 
 
-def plan(plan_type: type[P], descriptor: Descriptor, device: str = "cpu") -> P:
+def plan(plan_type: type[P], descriptor: Descriptor, device: str = "cpu", preference: str | None = None) -> P:
     """The plan for a descriptor, selected once. Its fields have to be hashable and plain: see `integer`."""
     key: Any = plan_type
-    selected: P = _selected(key, descriptor, device, registry.generation())
+    selected: P = _selected(key, descriptor, device, preference, registry.generation())
     return selected
 
 

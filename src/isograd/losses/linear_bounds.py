@@ -7,8 +7,10 @@ With E_j the bound of a logit and E its maximum over a row, and with the notatio
                 that of cross entropy + |g| (|a| p (e^2E - 1) + 2z E p e^2E) + 2 ulp(G) of the storage type
     dhidden     B_G @ |weight| + the product's own, likewise dweight; dbias  Σ B_G + n 2^-44 Σ |G| + ulp/2
 
-A product's own bound is rule 10's on the CPU. Elsewhere, with K the contracted length and sums in binary32, it is
-(K 2^-22 + s) Σ_k |a_k b_k| + ulp/2, s being 2^-7 where partial sums may be 16 bits wide and 0 else.
+An order-free product's own bound is rule 10's. A library's, with K the contracted length and sums in binary32, is
+(K 2^-22 + s) Σ_k |a_k b_k| + ulp/2, s being 2^-7 where partial sums may be 16 bits wide and 0 else; dbias then has
+2^-22 in place of 2^-44. In float64 it is 2^-51 in place of 2^-22, and 2^-88 in place of 2^-44. Where 16-bit operands
+are widened, the logits and their gradient are float32, and their bounds with them.
 """
 
 import functools
@@ -36,9 +38,14 @@ def order_free(a: Floats, b: Floats, dtype: str) -> Floats:
 
 
 def accumulated(a: Floats, b: Floats, dtype: str) -> Floats:
-    """The same for a product with sums in binary32 (binary64 for float64), in any order and in parts."""
+    """The same for a product that a library adds up in any order and in parts, 16-bit operands in 16 bits perhaps."""
+    short = _WIDE(2.0) ** -7 if dtype in ("float16", "bfloat16") else 0
+    return np.asarray(widened(a, b, dtype) + short * (np.abs(a) @ np.abs(b)))
+
+
+def widened(a: Floats, b: Floats, dtype: str) -> Floats:
+    """The same with all sums in binary32, for float64 in binary64."""
     level = a.shape[1] * _WIDE(2.0) ** (-51 if dtype == "float64" else -22)
-    level = level + (_WIDE(2.0) ** -7 if dtype in ("float16", "bfloat16") else 0)
     return np.asarray(level * (np.abs(a) @ np.abs(b)) + ulp(a @ b, dtype) * 0.51)
 
 
@@ -56,17 +63,18 @@ def _evaluate(
     z_loss: float = 0.0,
 ) -> Any:
     name = hidden.dtype.name
+    inner = "float32" if product is widened and name != "float64" else name
     h, w = hidden.astype(_WIDE), weight.astype(_WIDE)
     options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
     with np.errstate(all="ignore"):
-        logits, of_logits = h @ w.T, product(h, w.T, name)
+        logits, of_logits = h @ w.T, product(h, w.T, inner)
         if bias is not None:
             logits = logits + bias.astype(_WIDE)
-            of_logits = of_logits + ulp(logits, name)
+            of_logits = of_logits + ulp(logits, inner)
         error = of_logits.max(axis=1)
         parts = reference.exact(logits, targets, class_weight, 1, ignore_index, label_smoothing)
         total, lse = np.abs(parts.q).sum(axis=1), np.abs(parts.lse)
-        of_losses = bounds.losses_bound(logits, targets, class_weight, **options, dtype=name)[0]
+        of_losses = bounds.losses_bound(logits, targets, class_weight, **options, dtype=inner)[0]
         of_losses = of_losses + 2 * total * error + 2 * z_loss * error * (lse + error)
         of_losses = np.where(parts.kept, of_losses, 0)
         if not gradient or dlosses is None:
@@ -74,8 +82,8 @@ def _evaluate(
         g, p = np.abs(dlosses.astype(_WIDE))[:, None], np.exp(parts.lp)
         a, growth = total[:, None] + 2 * z_loss * lse[:, None], np.exp(2 * error)[:, None]
         exact = reference.oracle_cross_entropy_backward(dlosses, logits, targets, None, class_weight, **options)
-        of_g = bounds.gradient_bound(dlosses, logits, targets, None, class_weight, **options, dtype=name)
-        of_g = of_g + g * p * (a * (growth - 1) + 2 * z_loss * error[:, None] * growth) + 2 * ulp(exact, name)
+        of_g = bounds.gradient_bound(dlosses, logits, targets, None, class_weight, **options, dtype=inner)
+        of_g = of_g + g * p * (a * (growth - 1) + 2 * z_loss * error[:, None] * growth) + 2 * ulp(exact, inner)
         of_g = np.where(parts.kept[:, None], of_g, 0)
         absolute = np.abs(exact) + of_g
         result = (
@@ -86,7 +94,8 @@ def _evaluate(
         if bias is None:
             return result
         summed = absolute.sum(axis=0)
-        quanta = len(h) * _WIDE(2.0) ** -(88 if name == "float64" else 44)
+        bits = (88, 44) if product is order_free else (51, 22)
+        quanta = len(h) * _WIDE(2.0) ** -bits[name != "float64"]
         return (*result, of_g.sum(axis=0) + quanta * summed + ulp(summed, name))
 
 

@@ -11,13 +11,13 @@ import torch
 
 from isograd import faults
 from isograd.losses.cross_entropy_plans import CrossEntropyGradientDescriptor
-from isograd.losses.linear_plans import _Linear
+from isograd.losses.linear_plans import LinearDescriptor
 from isograd.losses.triton_cross_entropy_launch import cross_entropy, report_targets
 
 _LEAST = 256  # rows that keep a matrix product busy
 
 
-def chunk_rows(descriptor: _Linear) -> int:
+def chunk_rows(descriptor: LinearDescriptor) -> int:
     """Rows of a chunk: at least a quarter of the features, so that its logits take a quarter of the weight's memory.
 
     Fewer rows would add to the gradient of the weight, which is as large as the weight, more often than products need.
@@ -60,14 +60,14 @@ class _WeightGradient:
             self._out.copy_(self._sum)
 
 
-def linear_cross_entropy(descriptor: _Linear, arguments: Mapping[str, Any]) -> None:
+def linear_cross_entropy(descriptor: LinearDescriptor, arguments: Mapping[str, Any]) -> None:
     """Either operation on the plan's arguments, on the current stream of their device."""
     with torch.no_grad(), torch.autocast(arguments["hidden"].device.type, enabled=False):
         _compute(descriptor, arguments)
     faults.after_launch(arguments["hidden"].device)
 
 
-def _compute(descriptor: _Linear, arguments: Mapping[str, Any]) -> None:
+def _compute(descriptor: LinearDescriptor, arguments: Mapping[str, Any]) -> None:
     hidden, weight, bias = arguments["hidden"], arguments["weight"], arguments.get("bias")
     gradient = "dlosses" in arguments
     step = max(min(chunk_rows(descriptor), descriptor.rows), 1)

@@ -2,10 +2,12 @@
 
     linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, Tensor? bias=None, Tensor? class_weight=None,
                          int ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0, str reduction="mean",
-                         float? count=None, int? chunk=None, bool gradient=False) -> (Tensor, Tensor, Tensor, Tensor)
+                         float? count=None, int? chunk=None, str? preference=None, bool gradient=False)
+        -> (Tensor, Tensor, Tensor, Tensor)
     linear_cross_entropy_backward(Tensor dloss, Tensor hidden, Tensor weight, Tensor targets, Tensor? bias,
                                   Tensor? class_weight, int ignore_index, float label_smoothing, float z_loss,
-                                  str reduction, float? count, int? chunk) -> (Tensor, Tensor, Tensor)
+                                  str reduction, float? count, int? chunk, str? preference)
+        -> (Tensor, Tensor, Tensor)
 
 The loss is in the work type. With `gradient` the gradients of hidden, weight and bias for a loss gradient of 1 follow
 it: computing them with the loss saves a product. There are no second derivatives.
@@ -97,6 +99,7 @@ def _linear_fake(
     reduction: str = "mean",
     count: float | None = None,
     chunk: int | None = None,
+    preference: str | None = None,
     gradient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _require_linear("linear_cross_entropy", hidden, weight, targets, bias, class_weight, reduction)
@@ -117,11 +120,12 @@ def _linear(
     reduction: str = "mean",
     count: float | None = None,
     chunk: int | None = None,
+    preference: str | None = None,
     gradient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     name = "linear_cross_entropy"
     _require_linear(name, hidden, weight, targets, bias, class_weight, reduction)
-    options = (ignore_index, label_smoothing, z_loss, reduction, count, chunk)
+    options = (ignore_index, label_smoothing, z_loss, reduction, count, chunk, preference)
     given = _linear_problem(name, hidden, weight, targets, bias, class_weight, options)
     if not gradient:
         loss = linear.reduced(given, linear.forward(given))
@@ -198,7 +202,7 @@ def _differentiate_linear(
 LINEAR_CROSS_ENTROPY: define.Operator = define.operator(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, Tensor? bias=None, Tensor? class_weight=None, "
     'int ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0, str reduction="mean", float? count=None, '
-    "int? chunk=None, bool gradient=False) -> (Tensor, Tensor, Tensor, Tensor)",
+    "int? chunk=None, str? preference=None, bool gradient=False) -> (Tensor, Tensor, Tensor, Tensor)",
     run=_linear,
     fake=_linear_fake,
     gradient=define.Gradient(_save_linear, _differentiate_linear, _refuse_second),
@@ -207,7 +211,7 @@ LINEAR_CROSS_ENTROPY: define.Operator = define.operator(
 LINEAR_CROSS_ENTROPY_BACKWARD: define.Operator = define.operator(
     "linear_cross_entropy_backward(Tensor dloss, Tensor hidden, Tensor weight, Tensor targets, Tensor? bias, "
     "Tensor? class_weight, int ignore_index, float label_smoothing, float z_loss, str reduction, float? count, "
-    "int? chunk) -> (Tensor, Tensor, Tensor)",
+    "int? chunk, str? preference) -> (Tensor, Tensor, Tensor)",
     run=_linear_backward,
     fake=_linear_backward_fake,
     gradient=define.Gradient(lambda node, inputs, output: (), _refuse_second, _refuse_second),
