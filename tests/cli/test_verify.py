@@ -66,8 +66,10 @@ def test_all_kernels_are_as_published(cli):
     for kernel in found["kernels"]:
         suite = suites.SUITES[kernel["operation"]]
         assert kernel["cases"] >= 5
-        assert kernel["digests_checked"] == kernel["digests_equal"] == kernel["cases"] == len(kernel["sha256"])
-        assert kernel["invariances"].keys() == {"threads", *suite.changes}
+        own = kernel["kernel"] == "blas"  # whose bits are the machine's
+        assert kernel["digests_checked"] == kernel["digests_equal"] == (0 if own else kernel["cases"])
+        assert len(kernel["sha256"]) == kernel["digests_checked"]
+        assert kernel["invariances"].keys() == ({"threads"} if own else {"threads", *suite.changes})
         assert all(kernel["invariances"].values())
         if kernel["operation"] in EXACT:
             assert kernel["worst"] == 0
