@@ -15,6 +15,7 @@ it: computing them with the loss saves a product. There are no second derivative
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from isograd.errors import InvalidProblemError, UnsupportedError
@@ -184,6 +185,14 @@ def _refuse_second(*args: Any) -> Any:
     )
 
 
+def _scaled(gradient: Tensor, dloss: Tensor) -> Tensor:
+    """A gradient for a loss gradient of 1 times the one that arrived."""
+    g = wide(gradient)[0]
+    if torch.is_grad_enabled() or type(g) is not Tensor or type(dloss) is not Tensor or define.transforms_active():
+        return (g * dloss).to(gradient.dtype)
+    return torch.mul(g, dloss, out=empty(g.shape, g)).to(gradient.dtype)  # on huge pages
+
+
 def _differentiate_linear(
     node: Any, saved: Saved, dloss: Tensor | None, *others: Tensor | None
 ) -> tuple[Tensor | None, ...]:
@@ -192,7 +201,7 @@ def _differentiate_linear(
     if dloss is None:
         return (None,)
     if node.gradient:
-        gradients = [(wide(g)[0] * dloss).to(g.dtype) for g in saved]
+        gradients = [_scaled(g, dloss) for g in saved]
     else:
         gradients = LINEAR_CROSS_ENTROPY_BACKWARD(dloss, *saved, *node.options)
     dhidden, dweight, dbias = gradients
