@@ -46,7 +46,7 @@ def calls(
         batch, heads, heads, lq, lk, head_dim, v_dim, dtype, options or AttentionOptions(), **extra
     ).validated()
     arguments = {}
-    for operand in (*descriptor.operands(),):
+    for operand in descriptor.operands():
         of = {"bool": torch.bool, "int32": torch.int32, "float32": torch.float32}.get(operand.dtype, size)
         arguments[operand.name] = torch.empty(operand.shape, dtype=of)
 
@@ -79,8 +79,9 @@ def test_the_fast_paths_on_hopper(head_dim: int, causal: bool) -> None:
             assert needs["shared"] <= 113 << 10  # two programs on a multiprocessor
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("target", "dtype"), [*((t, "bfloat16") for t in TARGETS), ("sm_90", "float16"), ("sm_80", "float32")]
+)
 def test_everything_compiles(target: str, dtype: str) -> None:
     shape = (2, 4, 2048, 4096)
     masked = {"mask_shape": (2, 1, 1, 4096), "segments": True, "dlse": True}
@@ -93,13 +94,27 @@ def test_everything_compiles(target: str, dtype: str) -> None:
     assert found.keys() == {*KERNELS, "check_starts"}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("head_dim", [16, 40, 96, 256])
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-def test_every_head_dimension_fits(target: str, head_dim: int, dtype: str) -> None:
-    most = {"sm_80": 163 << 10, "sm_90": 227 << 10}[target]
-    for name, kernel in kernels_of(target, calls(dtype, head_dim, options=AttentionOptions(window=(9, 9)))).items():
-        assert resources(kernel)["shared"] <= most, name
+# Shared memory of a program, where the least of an architecture's GPUs counts (8.6 and 8.9 have less than 8.0).
+_SHARED = {"sm_80": 99 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
+
+
+@pytest.mark.parametrize(
+    ("target", "head_dim", "dtype"),
+    [
+        ("sm_80", 256, "bfloat16"),
+        ("sm_80", 40, "float32"),
+        ("sm_80", 256, "float32"),
+        ("sm_90", 16, "bfloat16"),
+        ("sm_90", 256, "bfloat16"),
+        ("sm_90", 96, "float32"),
+        ("gfx942", 256, "bfloat16"),
+        ("gfx942", 256, "float32"),
+    ],
+)
+def test_head_dimensions_fit_shared_memory(target: str, head_dim: int, dtype: str) -> None:
+    found = kernels_of(target, calls(dtype, head_dim, options=AttentionOptions(causal=True)))
+    for name, kernel in found.items():
+        assert resources(kernel)["shared"] <= _SHARED[target], name
 
 
 @pytest.mark.parametrize("target", TARGETS)
