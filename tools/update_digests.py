@@ -22,6 +22,7 @@ TARGET = Path(__file__).parent.parent / "src" / "isograd" / "cli" / "digests.jso
 
 
 def _digest(suite: Suite, case: Case) -> str:
+    assert suite.reference is not None
     return check.results_digest(check.as_results(suite.reference(**case.inputs, **case.options)))
 
 
@@ -32,8 +33,9 @@ def main() -> int:
         for dtype in suite.dtypes:
             given = cases(operation, dtype)
             with default_environment():
-                results = {c.name: _digest(suite, c) for c in given}
-            if len(results) != len(given):
+                # Without a reference no bits are promised, and only the inputs have a digest.
+                results = {c.name: _digest(suite, c) for c in given} if suite.reference is not None else {}
+            if len({c.name for c in given}) != len(given):
                 raise SystemExit(f"{operation} {dtype}: two cases share a name")
             digests["inputs"].setdefault(operation, {})[dtype] = check.inputs_digest(given)
             digests["results"].setdefault(operation, {})[dtype] = results

@@ -61,6 +61,8 @@ def describe_mask(mask: Any, operation: str, argument: str) -> tuple[str, str]:
             )
         device, dtype = "cpu", mask.dtype.name
     elif is_tensor(mask):
+        if mask.is_nested or mask.layout is not sys.modules["torch"].strided:
+            raise UnsupportedError(f"{operation}: {argument} is no dense, strided tensor; accepted: such tensors")
         device, dtype = mask.device.type, str(mask.dtype).removeprefix("torch.")
     else:
         raise InvalidProblemError(

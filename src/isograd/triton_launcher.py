@@ -106,12 +106,18 @@ def _launcher(kernel: Any, specify: Callable[..., Specification], key: tuple[Has
     return Launcher(kernel, specify(*key))
 
 
-def launch(kernel: Any, tensors: Sequence[torch.Tensor], specify: Callable[..., Specification], *key: Hashable) -> None:
+def launch(
+    kernel: Any,
+    tensors: Sequence[torch.Tensor],
+    specify: Callable[..., Specification],
+    *key: Hashable,
+    numbers: tuple[int, ...] = (),
+) -> None:
     """Run a kernel over tensors of one device, on its current stream, by a launcher kept for `key` and their dtypes.
 
-    `specify(*key)` makes the specification; nothing else may enter it.
+    `specify(*key)` makes the specification; nothing else may enter it. `numbers` vary by call, as for `Launcher`.
     """
-    _launcher(kernel, specify, key, tuple([t.dtype for t in tensors]))(*tensors)
+    _launcher(kernel, specify, key, tuple([t.dtype for t in tensors]))(*tensors, numbers=numbers)
 
 
 @functools.cache

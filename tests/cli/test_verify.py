@@ -66,7 +66,8 @@ def test_all_kernels_are_as_published(cli):
     for kernel in found["kernels"]:
         suite = suites.SUITES[kernel["operation"]]
         assert kernel["cases"] >= 5
-        assert kernel["digests_checked"] == kernel["digests_equal"] == kernel["cases"] == len(kernel["sha256"])
+        promised = kernel["cases"] if suite.reference is not None else 0
+        assert kernel["digests_checked"] == kernel["digests_equal"] == promised == len(kernel["sha256"])
         assert kernel["invariances"].keys() == {"threads", *suite.changes}
         assert all(kernel["invariances"].values())
         if kernel["operation"] in EXACT:
@@ -284,6 +285,9 @@ def test_digests_are_those_of_the_reference():
             given = suites.cases(operation, dtype)
             results = known["results"][operation][dtype]
             assert known["inputs"][operation][dtype] == check.inputs_digest(given)
+            if suite.reference is None:  # promises no bits
+                assert not results
+                continue
             assert results.keys() == {c.name for c in given}
             for case in given:
                 if case.name in ("5 x 31", "-inf", "middle axis") or case is given[len(operation) % len(given)]:

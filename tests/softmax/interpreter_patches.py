@@ -17,7 +17,8 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from isograd.numerics import reference as ref
 
-ORIGINAL = {name: getattr(InterpreterBuilder, name) for name in ("create_fma", "cast_impl", "create_fp_to_fp")}
+MASKED = ("create_masked_load", "create_masked_store")
+ORIGINAL = {name: getattr(InterpreterBuilder, name) for name in ("create_fma", "cast_impl", "create_fp_to_fp", *MASKED)}
 EXHAUSTIVE = "--exhaustive" in sys.argv
 
 
@@ -89,7 +90,7 @@ def patch_index() -> None:
 
 def patch_masks() -> None:
     """3.9 hands on some masks, of a scalar and a block, as integers and then refuses them."""
-    for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):
+    for place, name in enumerate(MASKED, 1):
         original = getattr(InterpreterBuilder, name)
 
         def patched(self: Any, *arguments: Any, original: Any = original, place: int = place, **rest: Any) -> Any:

@@ -21,7 +21,7 @@ import numpy as np
 
 from isograd.attention import reference
 from isograd.attention.options import AttentionOptions
-from isograd.attention.reference import NO_INPUTS, AttentionGradients, Floats, Inputs
+from isograd.attention.reference import AttentionGradients, Floats, Inputs
 from isograd.numerics import reference as ref
 from isograd.plan import ErrorBound
 from isograd.softmax.bounds import ulp
@@ -64,7 +64,8 @@ def _dense_forward(s: _Scores, inputs: Inputs) -> tuple[Floats, Floats]:
     d, u, n = s.dense, s.u, s.scores.shape[3]
     largest = np.max(np.abs(s.scores), axis=-1, initial=0)
     if inputs.sinks is not None:
-        largest = np.maximum(largest, np.abs(np.asarray(inputs.sinks).astype(np.float64))[:, None])
+        sinks = np.asarray(inputs.sinks).astype(np.float64)[:, None]
+        largest = np.maximum(largest, np.where(np.isfinite(sinks), np.abs(sinks), 0))
     exponent = 2 * np.max(s.error, axis=-1, initial=0) + 16 * u * (1 + largest) + 2 * u * (n + 16)
     weights = np.abs(d.keep * d.probabilities())
     sizes = weights @ np.abs(d.v)
@@ -76,10 +77,10 @@ def _dense_forward(s: _Scores, inputs: Inputs) -> tuple[Floats, Floats]:
 
 
 def _forward(
-    narrowed: bool, q: Floats, k: Floats, v: Floats, options: AttentionOptions | None = None, inputs: Inputs = NO_INPUTS
+    narrowed: bool, q: Floats, k: Floats, v: Floats, options: AttentionOptions | None = None, **operands: Any
 ) -> tuple[Floats, Floats]:
     """(bound of o, bound of lse)."""
-    options = options or AttentionOptions()
+    options, inputs = options or AttentionOptions(), reference.inputs_of(operands)
     if inputs.cu_seqlens is None:
         return _dense_forward(_Scores(q, k, v, options, inputs, 0, narrowed), inputs)
     of_o, of_lse = np.zeros((*q.shape[:3], v.shape[3])), np.zeros(q.shape[:3])
@@ -129,7 +130,8 @@ def _dense_backward(
     if inputs.sinks is not None:
         sinks = inputs.sinks.astype(np.float64)[:, None]
         share = np.exp(sinks - np.where(lse == -np.inf, np.inf, lse))
-        relative = np.expm1(8 * u * (1 + np.abs(sinks) + bent[..., 0])) + u * (share[:, 0].size + 8)
+        size = np.where(np.isfinite(sinks), np.abs(sinks), 0)
+        relative = np.expm1(8 * u * (1 + size + bent[..., 0])) + u * (share[:, 0].size + 8)
         of_dsinks = (share * relative * rows).sum(axis=(0, 2)) + _half_ulp(exact.dsinks, inputs.sinks.dtype.name)
     return AttentionGradients(
         of_dq + _half_ulp(exact.dq, s.dtype),
@@ -138,6 +140,10 @@ def _dense_backward(
         of_dbias,
         of_dsinks,
     )
+
+
+def _present(bounds: AttentionGradients) -> tuple[Floats, ...]:
+    return tuple([x for x in bounds if x is not None])
 
 
 def _backward(
@@ -149,17 +155,17 @@ def _backward(
     o: Floats,
     lse: Floats,
     options: AttentionOptions | None = None,
-    inputs: Inputs = NO_INPUTS,
     dlse: Floats | None = None,
-) -> AttentionGradients:
-    """The bounds of all gradients."""
-    options = options or AttentionOptions()
+    **operands: Any,
+) -> tuple[Floats, ...]:
+    """The bounds of the gradients that there are."""
+    options, inputs = options or AttentionOptions(), reference.inputs_of(operands)
     exact = reference.oracle_attention_backward(do, q, k, v, options, inputs, dlse, o, lse)
     wide = [x.astype(np.float64) for x in (do, o, lse)]
     dlse = None if dlse is None else dlse.astype(np.float64)
     if inputs.cu_seqlens is None:
         s = _Scores(q, k, v, options, inputs, 0, narrowed)
-        return _dense_backward(wide[0], s, k.shape[1], inputs, wide[1], wide[2], dlse, exact)
+        return _present(_dense_backward(wide[0], s, k.shape[1], inputs, wide[1], wide[2], dlse, exact))
     result = AttentionGradients(*(np.zeros(x.shape) for x in (q, k, v)))
     of_dsinks = None if inputs.sinks is None else np.zeros(q.shape[1])
     inner = Inputs(sinks=inputs.sinks)
@@ -174,20 +180,18 @@ def _backward(
         result.dq[:, :, i], result.dk[:, :, j], result.dv[:, :, j] = of[:3]
         if of_dsinks is not None:
             of_dsinks += of.dsinks
-    return result._replace(dsinks=of_dsinks)
+    return _present(result._replace(dsinks=of_dsinks))
 
 
 def _delta(narrowed: bool, o: Floats, do: Floats) -> Floats:
     """Rule 4's bound of the sum, and a rounding for each product."""
-    terms = np.abs(o.astype(np.longdouble) * do.astype(np.longdouble))
     work = np.dtype(ref.work_dtype(o.dtype)).name
-    u, quanta = (2.0**-53, 2.0**-88) if work == "float64" else (2.0**-24, 2.0**-44)
-    top = terms.max(axis=-1, initial=0)
-    tiny = np.ldexp(np.longdouble(1), -1074 if work == "float64" else -149)
-    total = (o.astype(np.longdouble) * do.astype(np.longdouble)).sum(axis=-1)
-    return np.asarray(
-        u * terms.sum(axis=-1) + o.shape[-1] * (quanta * top + tiny) + ulp(total, work) * 0.51, np.longdouble
-    )
+    u, quanta, tiny = (2.0**-53, 2.0**-88, -1074) if work == "float64" else (2.0**-24, 2.0**-44, -149)
+    with np.errstate(all="ignore"):
+        products = o.astype(np.longdouble) * do.astype(np.longdouble)
+        terms, total = np.abs(products), products.sum(axis=-1)
+        of_sum = o.shape[-1] * (quanta * terms.max(axis=-1, initial=0) + np.ldexp(np.longdouble(1), tiny))
+        return np.asarray(u * terms.sum(axis=-1) + of_sum + ulp(total, work) * 0.51, np.longdouble)
 
 
 _EVALUATE: dict[str, Any] = {"attention": _forward, "attention_backward": _backward, "attention_delta": _delta}
@@ -199,7 +203,7 @@ _FORMULAS = {
 
 
 def error_bound(operation: str, narrowed: bool = False) -> ErrorBound:
-    """The bound of an operation; call it with its arrays, `options` and `inputs` as the oracle takes them.
+    """The bound of an operation; call it with the operands of its plan by their names, and `options`.
 
     narrowed: whether the kernel rounds probabilities to the storage type before it multiplies by them.
     """

@@ -291,7 +291,8 @@ def attention_backward(p: AttentionBackwardDescriptor, a: Arguments) -> None:
     if p.dbias:
         _bias_gradient(p, a["dbias"], arguments)
     if p.dsinks and extras.sinks is not None:
-        _sink_gradient(p, a["dsinks"], extras.sinks, lse, delta)
+        last = problems.table[-1] if len(problems.table) else np.zeros(3, np.int64)
+        _sink_gradient(p, a["dsinks"], extras.sinks, lse, delta, int(last[1] + last[2]))
 
 
 def _run_backward(p: AttentionBackwardDescriptor, problems: _Problems, arguments: tuple[Any, ...]) -> None:
@@ -327,8 +328,10 @@ def _bias_gradient(p: AttentionBackwardDescriptor, dbias: Array, arguments: tupl
     parallel.for_ranges(backward.bias_gradient, count, parallel.grain(count, step), *arguments, bias)
 
 
-def _sink_gradient(p: AttentionBackwardDescriptor, dsinks: Array, sinks: Array, lse: Array, delta: Array) -> None:
-    """The order-free sum of what the rows of a head add."""
+def _sink_gradient(
+    p: AttentionBackwardDescriptor, dsinks: Array, sinks: Array, lse: Array, delta: Array, end: int
+) -> None:
+    """The order-free sum of what the rows of a head add; rows from `end` on belong to no sequence."""
     terms = np.empty(p.lse_shape, lse.dtype)
     count = terms.size
     if count:
@@ -337,6 +340,7 @@ def _sink_gradient(p: AttentionBackwardDescriptor, dsinks: Array, sinks: Array, 
         parallel.for_ranges(
             function, count, parallel.grain(count, 16), lse.dtype.type(0), address(sinks), *rows
         )  # fmt: skip
+    terms[:, :, end:] = 0
     with default_environment():
         dsinks[...] = ref.narrow(reduction.sum(terms, (0, 2)), dsinks.dtype)
 

@@ -11,7 +11,7 @@ Rows without a visible key and without a sink have o = 0, lse = -inf and no grad
 of its own: rule 4 of `docs/arithmetic.md`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,6 +48,21 @@ class Inputs(NamedTuple):
 
 
 NO_INPUTS = Inputs()
+
+
+def inputs_of(operands: Mapping[str, Any]) -> Inputs:
+    """The inputs by the names of a plan's operands; others are ignored."""
+
+    def pair(first: str, second: str) -> Pair:
+        return (operands[first], operands[second]) if first in operands else None
+
+    return Inputs(
+        operands.get("bias"),
+        operands.get("mask"),
+        pair("q_segment_ids", "k_segment_ids"),
+        pair("cu_seqlens_q", "cu_seqlens_k"),
+        operands.get("sinks"),
+    )
 
 
 # --- what is visible, what is dropped --------------------------------------------------------------------------------

@@ -20,7 +20,9 @@ try:
 except ImportError as error:
     raise ImportError("isograd.torch needs PyTorch, which is not installed: pip install 'isograd[torch]'") from error
 
+from isograd.torch.dot_product import attention, scaled_dot_product_attention
 from isograd.torch.functional import log_softmax, log_softmax_backward, softmax, softmax_backward
+from isograd.torch.huggingface import register_transformers
 from isograd.torch.indexing import embedding, gather, index_add, index_select, scatter_add, take_along_dim, topk
 from isograd.torch.losses import (
     cross_entropy,
@@ -49,6 +51,7 @@ __all__ = [
     "Report",
     "Softmax",
     "Switch",
+    "attention",
     "cross_entropy",
     "distillation_loss",
     "embedding",
@@ -66,7 +69,9 @@ __all__ = [
     "moe_combine",
     "moe_permute",
     "moe_router",
+    "register_transformers",
     "router_z_loss",
+    "scaled_dot_product_attention",
     "scatter_add",
     "softmax",
     "softmax_backward",

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from isograd.errors import DeviceMismatchError, IndexOutOfRangeError, InvalidProblemError, UnsupportedError
-from isograd.torch import functional, indexing, losses
+from isograd.torch import dot_product, functional, indexing, losses
 
 
 def _plain(kind: str) -> Callable[..., Tensor]:
@@ -72,7 +72,12 @@ _INDEXING: tuple[Callable[..., Any], ...] = (
     indexing.index_select,
     indexing.topk,
 )
-_FUNCTIONAL: tuple[Callable[..., Any], ...] = (indexing.embedding, losses.cross_entropy, losses.kl_div)
+_FUNCTIONAL: tuple[Callable[..., Any], ...] = (
+    dot_product.scaled_dot_product_attention,
+    indexing.embedding,
+    losses.cross_entropy,
+    losses.kl_div,
+)
 for _call in _INDEXING:
     _kind = _call.__name__
     for _module, _name in ((torch, "torch"), (Tensor, "torch.Tensor")):
@@ -89,10 +94,14 @@ _SUMS = "adds up repeated indices in a way that isograd has no operator for"
 _NOT_REPLACED: dict[Any, tuple[str, str]] = {}
 for _module, _name, _kind, _reason in (
     (F, "torch.nn.functional", "linear_cross_entropy", _FUSED),
-    (F, "torch.nn.functional", "scaled_dot_product_attention", _FUSED),
     (torch._C._nn, "torch._C._nn", "cross_entropy_loss", _FUSED),
     (torch, "torch", "_native_multi_head_attention", _FUSED),
     (torch, "torch", "_transformer_encoder_layer_fwd", _FUSED),
+    (torch, "torch", "_scaled_dot_product_attention_math", _FUSED),
+    (torch, "torch", "_scaled_dot_product_cudnn_attention", _FUSED),
+    (torch, "torch", "_scaled_dot_product_efficient_attention", _FUSED),
+    (torch, "torch", "_scaled_dot_product_flash_attention", _FUSED),
+    (torch, "torch", "_scaled_dot_product_flash_attention_for_cpu", _FUSED),
     (torch, "torch", "_softmax", _FUSED),
     (torch, "torch", "_log_softmax", _FUSED),
     (torch, "torch", "_masked_softmax", _FUSED),
@@ -245,19 +254,22 @@ def use() -> Switch:
     """A context manager inside which torch's functions run on isograd's kernels where those can serve the call.
 
     Replaced: `torch.softmax`, `torch.log_softmax`, the same in `torch.special` and `torch.nn.functional`, the tensor
-    methods, and so `nn.Softmax`, `nn.LogSoftmax`, `softmin`, and attention modules that return weights; `gather`,
+    methods, and so `nn.Softmax`, `nn.LogSoftmax`, `softmin`, and attention modules that return weights;
+    `scaled_dot_product_attention`, and so `nn.MultiheadAttention` and the layers of `nn.Transformer`; `gather`,
     `take_along_dim`, `scatter_add`, `index_add`, `index_select` and `topk` of `torch` and of tensors (in place too);
     `embedding`, `cross_entropy` and `kl_div` of `torch.nn.functional`, and so their modules. `gumbel_softmax` keeps
-    torch's generator, whose numbers a seed of isograd's could not continue, and runs its softmax on isograd.
+    torch's generator, whose numbers a seed of isograd's could not continue, and runs its softmax on isograd; a dropout
+    inside attention takes a seed from that generator and drops elsewhere than torch does.
 
     What torch leaves open is defined: among equal elements topk takes the lower index first. Negative indices of
     gather and scatter_add, an error to torch, count from the end; where kl_div's target is 0 its term is 0 for any
-    input.
+    input. A query that sees no key gives 0.
 
     Left to torch and listed: what isograd cannot serve (other dtypes, a device without a kernel, tensor subclasses,
-    `out`, the smallest elements in topk, options of embedding such as max_norm), and operations that compute a softmax
-    inside one kernel (`scaled_dot_product_attention`, the fused path of `nn.MultiheadAttention`) or sums of other kinds
-    over repeated indices (`embedding_bag`, `scatter_reduce`). Indexing with brackets is not seen.
+    `out`, the smallest elements in topk, options of embedding such as max_norm, head dimensions above 256), operations
+    that compute a softmax inside one kernel (the backends of attention when called by their own names,
+    `F.linear_cross_entropy`), and sums of other kinds over repeated indices (`embedding_bag`, `scatter_reduce`).
+    Indexing with brackets and `flex_attention` are not seen.
 
         with isograd.torch.use() as switch:
             model(batch)

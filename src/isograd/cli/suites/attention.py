@@ -1,0 +1,251 @@
+"""The cases of attention, its gradients and the row sums in between, and what must not change their bits.
+
+o and lse of the backward's cases are made up: their exact values would come from a library's exp. Every formula of the
+backward holds for any o and lse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from isograd.attention import reference
+from isograd.attention.descriptors import (
+    AttentionBackwardDescriptor,
+    AttentionDeltaDescriptor,
+    AttentionDescriptor,
+    work_type,
+)
+from isograd.attention.options import AttentionOptions
+from isograd.attention.plans import AttentionBackwardPlan, AttentionDeltaPlan, AttentionPlan
+from isograd.cli.suites.common import Array, Arrays, Case, Change, Suite, normal, store
+from isograd.numerics import random
+from isograd.plan import Descriptor
+
+
+class _Shape(NamedTuple):
+    batch: int
+    heads: int
+    kv_heads: int
+    q_length: int
+    k_length: int
+    head_dim: int
+    v_dim: int
+
+
+_SMALL = _Shape(2, 4, 2, 70, 150, 16, 24)
+_PACKED = _Shape(1, 2, 1, 90, 160, 40, 32)
+_OPTIONS: tuple[tuple[str, _Shape, AttentionOptions, tuple[str, ...]], ...] = (
+    ("full", _Shape(2, 2, 2, 130, 130, 64, 64), AttentionOptions(), ()),
+    ("one query", _Shape(2, 4, 1, 1, 200, 72, 72), AttentionOptions(causal=True), ()),
+    ("three keys", _Shape(2, 3, 3, 70, 3, 16, 16), AttentionOptions(scale=0.125), ()),
+    ("causal, grouped heads", _SMALL, AttentionOptions(causal=True), ()),
+    ("causal, upper left", _SMALL, AttentionOptions(causal=True, window=(9, None), alignment="upper_left"), ()),
+    ("rows that see nothing", _Shape(2, 4, 2, 150, 70, 16, 24), AttentionOptions(causal=True), ()),
+    ("window, softcap", _SMALL, AttentionOptions(window=(20, 5), softcap=1.5), ()),
+    ("bias and sinks", _SMALL, AttentionOptions(), ("bias", "sinks")),
+    ("mask", _SMALL, AttentionOptions(scale=0.5), ("mask",)),
+    ("segments", _SMALL, AttentionOptions(causal=True), ("segments",)),
+    ("packed, dropout", _PACKED, AttentionOptions(causal=True, dropout_p=0.25, seed=12345678901), ("packed", "sinks")),
+)  # fmt: skip
+
+
+def _optional(shape: _Shape, present: tuple[str, ...], dtype: str, stream: int) -> dict[str, Array]:
+    scores = (shape.batch, shape.heads, shape.q_length, shape.k_length)
+    found = {}
+    if "bias" in present:
+        found["bias"] = store(normal((1, shape.heads, 1, shape.k_length), stream), dtype)
+    if "sinks" in present:
+        found["sinks"] = store(normal((shape.heads,), stream + 1), dtype)
+    if "mask" in present:
+        found["mask"] = normal((scores[0], 1, *scores[2:]), stream + 2) > 0.5
+    if "segments" in present:
+        for name, length in (("q_segment_ids", shape.q_length), ("k_segment_ids", shape.k_length)):
+            found[name] = np.tile(np.arange(length, dtype=np.int32) * 3 // length, (shape.batch, 1))
+    if "packed" in present:
+        found["cu_seqlens_q"] = np.array([0, 20, 20, 65, 85], np.int32)
+        found["cu_seqlens_k"] = np.array([0, 3, 30, 150, 150], np.int32)
+    return found
+
+
+def _forward_cases(dtype: str) -> Iterator[Case]:
+    for stream, (name, shape, options, present) in enumerate(_OPTIONS):
+        stream = 800 + 20 * stream
+        b, h, g, n, m, d, e = shape
+        inputs = {
+            "q": store(normal((b, h, n, d), stream), dtype),
+            "k": store(normal((b, g, m, d), stream + 1), dtype),
+            "v": store(normal((b, g, m, e), stream + 2), dtype),
+            **_optional(shape, present, dtype, stream + 3),
+        }
+        yield Case(name, inputs, {"options": options})
+
+
+def _backward_cases(dtype: str) -> Iterator[Case]:
+    for stream, case in enumerate(_forward_cases(dtype)):
+        stream = 810 + 20 * stream
+        q, v = case.inputs["q"], case.inputs["v"]
+        shape = (*q.shape[:3], v.shape[3])
+        inputs = {
+            "do": store(normal(shape, stream), dtype),
+            **case.inputs,
+            "o": store(normal(shape, stream + 1), dtype),
+            "lse": store(5 + 0.25 * normal(shape[:3], stream + 2), work_type(dtype)),
+            "dlse": store(normal(shape[:3], stream + 3), work_type(dtype)),
+        }
+        yield Case(case.name, inputs, case.options)
+
+
+def _delta_cases(dtype: str) -> Iterator[Case]:
+    for stream, shape in enumerate(((2, 3, 40, 16), (1, 2, 33, 64), (1, 1, 20, 256)), 990):
+        inputs = {"o": store(normal(shape, stream), dtype), "do": store(1e3 * normal(shape, stream + 3), dtype)}
+        yield Case(" x ".join(map(str, shape)), inputs)
+    rows = store(normal((1, 1, 30, 64), 993), dtype)
+    rows[..., 32:] = rows[..., :32]
+    signs = np.where(np.arange(64) < 32, 1.0, -1.0)
+    others = np.ldexp(np.tile(normal((1, 1, 30, 32), 994), 2) * signs, np.arange(30)[:, None] - 20)
+    yield Case("terms that cancel", {"o": rows, "do": store(others, dtype)})
+    special = normal((1, 1, 5, 16), 998).copy()
+    special[0, 0, range(3), [0, 7, 15]] = [np.nan, np.inf, -np.inf]
+    special[0, 0, 3, :2] = [np.inf, -np.inf]
+    yield Case("NaN and inf", {"o": store(special, dtype), "do": store(np.abs(normal((1, 1, 5, 16), 999)), dtype)})
+
+
+# --- what runs them --------------------------------------------------------------------------------------------------
+def _fields(case: Case, dtype: str) -> dict[str, Any]:
+    a = case.inputs
+    (batch, heads, q_length, head_dim), (_, kv_heads, k_length, _) = a["q"].shape, a["k"].shape
+    shapes = {f"{name}_shape": a[name].shape for name in ("bias", "mask") if name in a}
+    types = {f"{name}_dtype": dtype for name in ("bias", "sinks") if name in a}
+    return {
+        "batch": batch,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "q_length": q_length,
+        "k_length": k_length,
+        "head_dim": head_dim,
+        "v_dim": a["v"].shape[3],
+        "dtype": dtype,
+        "segments": "q_segment_ids" in a,
+        "sequences": len(a["cu_seqlens_q"]) - 1 if "cu_seqlens_q" in a else None,
+        **shapes,
+        **types,
+        **case.options,
+    }
+
+
+def _forward_descriptor(case: Case, dtype: str) -> Descriptor:
+    return AttentionDescriptor(**_fields(case, dtype))
+
+
+def _backward_descriptor(case: Case, dtype: str) -> Descriptor:
+    fields = _fields(case, dtype)
+    fields |= {"dlse": True, "dbias": "bias" in case.inputs, "dsinks": "sinks" in case.inputs}
+    return AttentionBackwardDescriptor(**fields)
+
+
+def _delta_descriptor(case: Case, dtype: str) -> Descriptor:
+    batch, heads, length, v_dim = case.inputs["o"].shape
+    return AttentionDeltaDescriptor(batch, heads, length, v_dim, dtype)
+
+
+def _oracle(options: AttentionOptions, q: Array, k: Array, v: Array, **operands: Array) -> Arrays:
+    return reference.oracle_attention(q, k, v, options, reference.inputs_of(operands))
+
+
+def _oracle_backward(
+    options: AttentionOptions, do: Array, q: Array, k: Array, v: Array, o: Array, lse: Array, dlse: Array,
+    **operands: Array,
+) -> Arrays:  # fmt: skip
+    inputs = reference.inputs_of(operands)
+    found = reference.oracle_attention_backward(do, q, k, v, options, inputs, dlse, o, lse)
+    return tuple([x for x in found if x is not None])
+
+
+def _oracle_delta(o: Array, do: Array) -> Array:
+    with np.errstate(all="ignore"):
+        total: Array = (o.astype(np.longdouble) * do.astype(np.longdouble)).sum(axis=-1)
+    return total
+
+
+# --- what must not change a bit --------------------------------------------------------------------------------------
+_BATCHED = ("do", "q", "k", "v", "o", "lse", "dlse", "q_segment_ids", "k_segment_ids", "mask")
+
+
+def _batch(rows: int) -> Callable[[Case], Iterator[Change]]:
+    """The last sequence of a batch alone, where dropout does not know its number; `rows` results have its rows."""
+
+    def changes(case: Case) -> Iterator[Change]:
+        if case.options["options"].dropout_p or "cu_seqlens_q" in case.inputs:
+            return
+        inputs = {name: a[-1:] if name in _BATCHED else a for name, a in case.inputs.items()}
+        yield Change(
+            Case(case.name, inputs, case.options),
+            lambda results: tuple(x[-1:] for x in results[:rows]),
+            lambda results: results[:rows],
+        )
+
+    return changes
+
+
+def _blhd(a: Array) -> Array:
+    """The same values with rows of all heads side by side, and a gap between them."""
+    wide = np.zeros((a.shape[0], a.shape[2], a.shape[1], a.shape[3] + 8), a.dtype).transpose(0, 2, 1, 3)
+    view = wide[..., : a.shape[3]]
+    view[...] = a
+    return view
+
+
+def _layout(case: Case) -> Iterator[Change]:
+    """The same values in other strides."""
+    rows = ("do", "q", "k", "v", "o")
+    inputs = {name: _blhd(a) if name in rows else a for name, a in case.inputs.items()}
+    yield Change(Case(case.name, inputs, case.options))
+
+
+def _delta_batch(case: Case) -> Iterator[Change]:
+    half = case.inputs["o"].shape[2] // 2
+    inputs = {name: a[:, :, half:] for name, a in case.inputs.items()}
+    yield Change(Case(case.name, inputs), lambda results: (results[0][:, :, half:],))
+
+
+def _delta_order(case: Case) -> Iterator[Change]:
+    order = random.permutation(case.inputs["o"].shape[3], seed=3)
+    yield Change(Case(case.name, {name: a[..., order] for name, a in case.inputs.items()}))
+
+
+def _delta_padding(case: Case) -> Iterator[Change]:
+    if case.inputs["o"].shape[3] < 256:
+        pad = ((0, 0), (0, 0), (0, 0), (0, 8))
+        yield Change(Case(case.name, {name: np.pad(a, pad) for name, a in case.inputs.items()}))
+
+
+_DELTA_CHANGES: Mapping[str, Callable[[Case], Iterator[Change]]] = {
+    "batch": _delta_batch,
+    "order": _delta_order,
+    "layout": _layout,
+    "padding": _delta_padding,
+}
+SUITES: dict[str, Suite] = {
+    "attention": Suite(
+        AttentionPlan, _forward_descriptor, None, _oracle, _forward_cases, {"batch": _batch(2), "layout": _layout}
+    ),
+    "attention_backward": Suite(
+        AttentionBackwardPlan,
+        _backward_descriptor,
+        None,
+        _oracle_backward,
+        _backward_cases,
+        {"batch": _batch(3), "layout": _layout},
+    ),
+    "attention_delta": Suite(
+        AttentionDeltaPlan,
+        _delta_descriptor,
+        reference.attention_delta,
+        _oracle_delta,
+        _delta_cases,
+        _DELTA_CHANGES,
+    ),
+}

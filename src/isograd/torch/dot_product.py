@@ -1,0 +1,240 @@
+"""Attention in torch's spelling, and with all that `isograd.attention` takes."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isograd.attention import problem
+from isograd.attention.descriptors import DIM_STEP, LEAST_DIM
+from isograd.attention.options import AttentionOptions, Window
+from isograd.errors import InvalidProblemError, UnsupportedError
+from isograd.losses.promises import checked_integer
+from isograd.torch.indexing import enter
+from isograd.torch.ops_attention import ATTENTION
+from isograd.torch.tensors import require_dense, require_tensor
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Zeros behind a head dimension that no kernel has; they change no score and no value."""
+    size = x.shape[-1]
+    missing = max(LEAST_DIM, -(-size // DIM_STEP) * DIM_STEP) - size
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
+
+
+def _drawn() -> Tensor:
+    """A seed from torch's generator on the CPU."""
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64)
+
+
+def _attend(
+    name: str, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *extra: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The operator on [B, H, L, D]; extra: its tensors from bias to seed."""
+    head_dim, v_dim = q.shape[-1], v.shape[-1]
+    if k.shape[-1] != head_dim:
+        raise InvalidProblemError(
+            f"{name}: q has shape {tuple(q.shape)} and k {tuple(k.shape)}; expected the same head dimension"
+        )
+    if head_dim == 0 or v_dim == 0:
+        raise UnsupportedError(f"{name}: q has {head_dim} and v has {v_dim} features a head; expected at least one")
+    options = options.validated(name, head_dim)
+    left, right = (None, None) if options.window is None else options.window
+    o, lse = ATTENTION(
+        *(_padded(q), _padded(k), _padded(v), *extra, options.causal, options.alignment, left, right),
+        *(options.scale, options.softcap, options.dropout_p),
+    )
+    return (o if o.shape[-1] == v_dim else o[..., :v_dim]), lse
+
+
+def _seed(name: str, dropout_p: float, seed: int | None, device: torch.device) -> Tensor | None:
+    """The seed that a dropout goes by, None without one."""
+    if not dropout_p:
+        return None
+    if seed is not None:
+        word = checked_integer(name, "seed", seed, 64)
+        return torch.tensor(word - (1 << 64) if word >> 63 else word)
+    if device.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            f"{name}: a seed for dropout is drawn while a CUDA graph is captured, which would repeat it at every "
+            "replay; accepted: a seed of your own"
+        )
+    return _drawn()
+
+
+def _scores_like(name: str, argument: str, tensor: Any) -> Tensor | None:
+    """A bias or a mask with axes in front up to four."""
+    if tensor is None:
+        return None
+    require_tensor(name, tensor, argument)
+    if tensor.dim() > 4:
+        raise InvalidProblemError(
+            f"{name}: {argument} has shape {tuple(tensor.shape)}; expected one that broadcasts to [B, Hq, Lq, Lk]"
+        )
+    return tensor[(None,) * (4 - tensor.dim())]  # type: ignore[no-any-return]
+
+
+def _pair(name: str, argument: str, value: Any) -> tuple[Any, Any]:
+    if value is None:
+        return None, None
+    found = problem.pair(name, argument, value)
+    for tensor in found:
+        require_tensor(name, tensor, argument)
+    return found
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    alignment: str = "lower_right",
+    scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    segment_ids: tuple[Tensor, Tensor] | None = None,
+    cu_seqlens: tuple[Tensor, Tensor] | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    layout: str = "BHLD",
+    return_lse: bool = False,
+) -> Any:
+    """`isograd.attention` with gradients for q, k, v, bias and sinks, through o and through lse.
+
+    Shapes, dtypes, options and errors are those of `isograd.attention`, but for two things. Head dimensions of any size
+    up to 256 are accepted: those that are no multiple of 8 or below 16 are padded with zeros, which costs a copy. And
+    seed=None draws the seed of a dropout from torch's generator on the CPU, so `torch.manual_seed` repeats it and no
+    GPU is waited for; inside the capture of a CUDA graph, which would repeat it at every replay, give one.
+
+    Results lie in memory as q does, heads outside or inside the length. First derivatives are those of
+    `isograd.attention_backward`. Second ones, and forward mode, hold all scores at once and are written with torch's
+    own operations; they are differentiable again. Under vmap every member is what it would be alone.
+    """
+    name = "attention"
+    enter(name)
+    layout = problem.checked_layout(name, layout)
+    for argument, tensor in (("q", q), ("k", k), ("v", v)):
+        require_dense(name, tensor, argument)
+    q, k, v = (problem.rows(name, argument, x, layout) for argument, x in (("q", q), ("k", k), ("v", v)))
+    if bias is not None:
+        require_dense(name, bias, "bias")
+    if sinks is not None:
+        require_dense(name, sinks, "sinks")
+    options = AttentionOptions(causal, alignment, window, scale, softcap, dropout_p)
+    o, lse = _attend(
+        *(name, q, k, v, options, _scores_like(name, "bias", bias), _scores_like(name, "mask", mask)),
+        *(*_pair(name, "segment_ids", segment_ids), *_pair(name, "cu_seqlens", cu_seqlens), sinks),
+        _seed(name, dropout_p, seed, q.device),
+    )
+    o = o.permute(problem.LAYOUTS[layout])
+    return (o, lse) if return_lse else o
+
+
+# --- torch's own signature -------------------------------------------------------------------------------------------
+_SDPA = "scaled_dot_product_attention"
+
+
+def _broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        raise InvalidProblemError(
+            f"{_SDPA}: the axes before the last two are {', '.join(str(tuple(s)) for s in shapes)} for query, key and "
+            "value; expected shapes that broadcast"
+        ) from None
+
+
+def _four_axes(x: Tensor, lead: tuple[int, ...]) -> Tensor:
+    """[..., L, D], broadcast to the leading axes, as [B, H, L, D]."""
+    lead = (1,) * (2 - len(lead)) + lead
+    return x.expand(*lead, *x.shape[-2:]).reshape(math.prod(lead[:-1]), lead[-1], *x.shape[-2:])
+
+
+def _mask(attn_mask: Tensor, scores: tuple[int, ...]) -> Tensor:
+    """A mask as four axes, of which as many as possible are still to be broadcast."""
+    given = tuple(attn_mask.shape)
+    rank = max(len(scores), 4)
+    full = (1,) * (rank - len(scores)) + scores
+    sizes = (1,) * (rank - len(given)) + given
+    if len(sizes) != rank or any(size not in (1, whole) for size, whole in zip(sizes, full, strict=True)):
+        raise InvalidProblemError(
+            f"{_SDPA}: attn_mask has shape {given}; expected one that broadcasts to {tuple(scores)}"
+        )
+    mask = attn_mask.reshape(sizes)
+    if rank == 4:
+        return mask
+    outer = sizes[:-3] if all(size == 1 for size in sizes[:-3]) else full[:-3]
+    return mask.expand(*outer, *sizes[-3:]).reshape(math.prod(outer), *sizes[-3:])
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`: `softmax(scale · q kᵀ + mask) v`.
+
+    query: [..., H, L, E], key: [..., H, S, E], value: [..., H, S, Ev], of any rank from 2, leading axes broadcast;
+    float16, bfloat16, float32 or float64 (on the CPU), E and Ev to 256. With enable_gqa each head of key and value
+    serves as many heads of query, which must be a multiple of them. attn_mask: boolean, True for keys that take part,
+    or added to the scores, of query's dtype or float32; of any shape that broadcasts to [..., H, L, S]; broadcast axes
+    take no memory and an additive mask has a gradient. is_causal: query i sees keys 0 to i, aligned to the upper left,
+    and of those the ones that the mask lets through. scale: 1 / sqrt(E) by default. dropout_p: below 1; the seed is
+    drawn as by `attention`, and which probabilities it drops is isograd's choice, not torch's.
+
+    A query that sees no key gives 0 and no gradient, where torch gives 0 or NaN depending on its backend. Sizes of E
+    and Ev that are no multiple of 8 or below 16 are padded with zeros. Under autocast as torch's; derivatives, vmap and
+    layout of the result as for `attention`.
+
+    Raises InvalidProblemError for shapes and options that do not fit together, UnsupportedError for other dtypes and
+    larger head dimensions, DeviceMismatchError for several devices.
+    """
+    enter(_SDPA)
+    for argument, tensor in (("query", query), ("key", key), ("value", value)):
+        require_dense(_SDPA, tensor, argument)
+        least = 3 if enable_gqa else 2
+        if tensor.dim() < least:
+            raise InvalidProblemError(
+                f"{_SDPA}: {argument} has shape {tuple(tensor.shape)}; expected at least {least} axes"
+            )
+    own = 3 if enable_gqa else 2  # axes that are not broadcast
+    heads = [tuple(t.shape[-own:-2]) for t in (query, key, value)]
+    if heads[1] != heads[2]:
+        groups = [heads[0][0] // max(t[0], 1) for t in heads[1:]]
+        key, value = (t.repeat_interleave(g, -3) for t, g in zip((key, value), groups, strict=True))
+        heads[1:] = [tuple(t.shape[-3:-2]) for t in (key, value)]
+    batch = _broadcast(*[tuple(t.shape[:-own]) for t in (query, key, value)])
+    if key.shape[-2] != value.shape[-2]:
+        raise InvalidProblemError(
+            f"{_SDPA}: key has shape {tuple(key.shape)} and value {tuple(value.shape)}; expected as many rows"
+        )
+    lead = (*batch, *heads[0])
+    bias = mask = None
+    if attn_mask is not None:
+        require_tensor(_SDPA, attn_mask, "attn_mask")
+        viewed = _mask(attn_mask, (*lead, query.shape[-2], key.shape[-2]))
+        if attn_mask.dtype is torch.bool:
+            mask = viewed
+        elif attn_mask.is_floating_point():
+            require_dense(_SDPA, attn_mask, "attn_mask")
+            bias = viewed.to(torch.float64) if query.dtype is torch.float64 else viewed
+        else:
+            raise UnsupportedError(
+                f"{_SDPA}: attn_mask has dtype {attn_mask.dtype}; accepted: bool, query's dtype, float32"
+            )
+    q, k, v = (_four_axes(t, (*batch, *h)) for t, h in zip((query, key, value), heads, strict=True))
+    options = AttentionOptions(is_causal, "upper_left", None, scale, 0.0, dropout_p)
+    seed = _seed(_SDPA, dropout_p, None, query.device)
+    o, _ = _attend(_SDPA, q, k, v, options, bias, mask, None, None, None, None, None, seed)
+    return o if o.dim() == len(lead) + 2 else o.reshape(*lead, *o.shape[-2:])
