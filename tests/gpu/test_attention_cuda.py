@@ -125,9 +125,12 @@ def check(
     for name, x, y in zip(NAMES, exact, usual, strict=True):
         if x.numel():
             ours, theirs = (float((t.double() - x).abs().max()) for t in (found[name], y))
-            # Where the plain computation happens to be exact, half an ulp of the largest result remains.
+            # Added to it is what no kernel avoids: half an ulp of the largest result, and in float32 that lse is handed
+            # over rounded, which is a relative error of P that the plain computation does not have.
             least = float(x.abs().max()) * torch.finfo(dtype).eps / 2
-            assert ours <= max(factor * theirs, least), (name, s, options, ours, theirs)
+            if dtype == torch.float32:
+                least *= max(float(found["lse"].abs().max()), 1.0)
+            assert ours <= factor * theirs + least, (name, s, options, ours, theirs)
 
 
 LENGTHS = (1, 2, 63, 64, 65, 113, 127, 128, 200, 255, 512, 1024, 2048)
