@@ -1,10 +1,10 @@
 """Cross entropy and linear cross entropy on a GPU beside torch, torch.compile, Liger and quack, in one run.
 
-    python benchmarks/losses_cuda.py [--out FILE] [--quick]
+    python benchmarks/losses_cuda.py [--out FILE] [--quick] [--only plain|linear]
 
-Bits are compared with the NumPy reference first. Times are medians of device events in rotated order; every function
-returns the loss and leaves the gradients. Peak memory is what a call needs besides its arguments. What is not installed
-or refuses is left out.
+Bits of cross entropy are compared with the NumPy reference first. Times are medians of device events in rotated order;
+every function returns the loss and leaves the gradients. Peak memory is what a call needs besides its arguments, its
+results included. What is not installed or refuses is left out.
 """
 
 import argparse
@@ -51,18 +51,22 @@ def check_bits() -> int:
     return count
 
 
-def with_backward(function: Callable[..., Any], *leaves: torch.Tensor) -> Callable[[], Any]:
+class WithBackward:
     """Call, then backward; gradients of the leaves are dropped before."""
 
-    def run() -> Any:
-        for leaf in leaves:
+    def __init__(self, function: Callable[..., Any], *leaves: torch.Tensor) -> None:
+        self._function, self._leaves = function, leaves
+
+    def drop(self) -> None:
+        for leaf in self._leaves:
             leaf.grad = None
-        loss = function(*leaves)
+
+    def __call__(self) -> Any:
+        self.drop()
+        loss = self._function(*self._leaves)
         loss = loss[0] if isinstance(loss, tuple) else loss
         loss.backward()
         return loss
-
-    return run
 
 
 def usable(found: Functions) -> Functions:
@@ -82,6 +86,8 @@ def usable(found: Functions) -> Functions:
 def peak(function: Callable[[], Any]) -> float:
     """Gigabytes that a call needs besides its arguments."""
     function()
+    if isinstance(function, WithBackward):
+        function.drop()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -112,24 +118,24 @@ def cross_entropies(rows: int, classes: int, compiled: bool) -> Functions:
         "isograd": lambda: ig.cross_entropy(x, targets, return_gradient=True, out=out),
         "isograd, in place": lambda: ig.cross_entropy(place, targets, return_gradient=True, out=place),
         "isograd, forward and backward": apart,
-        "torch": with_backward(plain, leaf),
+        "torch": WithBackward(plain, leaf),
         "copy": lambda: out.copy_(x),
     }
     if compiled:
-        found["torch.compile"] = with_backward(torch.compile(plain, dynamic=False), leaf)
+        found["torch.compile"] = WithBackward(torch.compile(plain, dynamic=False), leaf)
     try:
         from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
 
         other = logits().requires_grad_()
-        found["liger"] = with_backward(lambda z: LigerCrossEntropyFunction.apply(z, targets, None, -100), other)
+        found["liger"] = WithBackward(lambda z: LigerCrossEntropyFunction.apply(z, targets, None, -100), other)
     except ImportError as error:
         print(f"  liger: {error!r}")
     try:
         from quack.cross_entropy import cross_entropy as quack
 
-        found["quack"] = with_backward(lambda z: quack(z, targets, reduction="mean"), leaf)
+        found["quack"] = WithBackward(lambda z: quack(z, targets, reduction="mean"), leaf)
         own = logits().requires_grad_()
-        found["quack, in place"] = with_backward(
+        found["quack, in place"] = WithBackward(
             lambda z: quack(z, targets, reduction="mean", inplace_backward=True), own
         )
     except ImportError as error:
@@ -148,12 +154,12 @@ def linear_cross_entropies(rows: int, features: int, classes: int) -> Functions:
     h, w = hidden.detach(), weight.detach()
     found: Functions = {
         "isograd": lambda: ig.linear_cross_entropy(h, w, targets, return_gradient=True),
-        "torch": with_backward(plain, hidden, weight),
+        "torch": WithBackward(plain, hidden, weight),
     }
     try:
         from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Fused
 
-        found["liger"] = with_backward(lambda a, b: Fused.apply(a, b, targets), hidden, weight)
+        found["liger"] = WithBackward(lambda a, b: Fused.apply(a, b, targets), hidden, weight)
     except ImportError as error:
         print(f"  liger: {error!r}")
     return usable(found)
@@ -163,31 +169,32 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="without torch.compile, fewer rounds")
+    parser.add_argument("--only", choices=("plain", "linear"), help="one of the two operations")
     arguments = parser.parse_args()
-    checked = check_bits()
+    checked = check_bits() if arguments.only != "linear" else 0
     print(f"{checked} results equal the reference, bit for bit")
     rounds = 5 if arguments.quick else 15
     results: list[dict[str, Any]] = []
-    for rows, classes in ((8192, 128_256), (16_384, 32_000), (65_536, 1024)):
-        functions = cross_entropies(rows, classes, not arguments.quick)
+
+    def measure(what: str, shape: tuple[int, ...], functions: Functions, rounds: int) -> None:
         times = medians(functions, rounds)
         memory = {name: peak(function) for name, function in functions.items() if name != "copy"}
-        results.append({"what": "cross entropy", "shape": (rows, classes), "ms": times, "gigabytes": memory})
-        del functions
+        results.append({"what": what, "shape": shape, "ms": times, "gigabytes": memory})
+        functions.clear()
         torch.cuda.empty_cache()
-    for rows, features, classes in ((8192, 4096, 128_256), (8192, 2048, 32_000)):
-        functions = linear_cross_entropies(rows, features, classes)
-        times = medians(functions, 5)
-        memory = {name: peak(function) for name, function in functions.items()}
-        shape = (rows, features, classes)
-        results.append({"what": "linear cross entropy", "shape": shape, "ms": times, "gigabytes": memory})
-        del functions
-        torch.cuda.empty_cache()
+
+    if arguments.only != "linear":
+        for rows, classes in ((8192, 128_256), (16_384, 32_000), (65_536, 1024)):
+            functions = cross_entropies(rows, classes, not arguments.quick)
+            measure("cross entropy", (rows, classes), functions, rounds)
+    if arguments.only != "plain":
+        for shape in ((8192, 4096, 128_256), (8192, 2048, 32_000)):
+            measure("linear cross entropy", shape, linear_cross_entropies(*shape), 5)
     for result in results:
         print(result["what"], "bfloat16", "x".join(map(str, result["shape"])))
         for name, ms in result["ms"].items():
             memory = result["gigabytes"].get(name)
-            print(f"  {name:32} {ms:9.3f} ms" + ("" if memory is None else f" {memory:8.2f} GB"))
+            print(f"  {name:32} {ms:9.3f} ms" + ("" if memory is None else f" {memory:8.3f} GB"))
     if arguments.out:
         document = {"environment": environment(), "checked": checked, "results": results}
         arguments.out.write_text(json.dumps(document, indent=1) + "\n", "utf-8")

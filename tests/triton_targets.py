@@ -42,6 +42,8 @@ def _describe(value: Any, path: tuple[int, ...], constants: dict[Any, Any], attr
     """The signature of an argument as the launcher specialises it: 1 is a constant, 16 divides what it divides."""
     if isinstance(value, tuple):
         return tuple(_describe(v, (*path, i), constants, attributes) for i, v in enumerate(value))
+    if isinstance(value, float):
+        return "fp32"
     if value == 1:
         constants[path] = 1
         return "constexpr"

@@ -5,12 +5,14 @@ keeps a `Launcher` for every kernel of a problem, under a key of everything that
 so); then a launch costs a dictionary look-up and the driver's call. Tensors on the CPU go to Triton's interpreter.
 """
 
+import contextvars
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import triton
 
 kept = functools.lru_cache(maxsize=4096)
 
@@ -21,11 +23,31 @@ class Specification(NamedTuple):
     tail: tuple[Any, ...]
     programs: int
     warps: int = 4
+    stages: int | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         """The compiler's options; no fma is formed that no kernel writes."""
-        return {"num_warps": self.warps, "enable_fp_fusion": False}
+        options: dict[str, Any] = {"num_warps": self.warps, "enable_fp_fusion": False}
+        if self.stages is not None:
+            options["num_stages"] = self.stages
+        return options
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Memory for the tensor descriptors that the programs of a launch make, on the current device and stream."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def _with_scratch(run: Callable[..., None]) -> Callable[..., None]:
+    """The launch of a kernel that makes tensor descriptors; the allocator is set for this call only."""
+
+    def launch_with_scratch(*arguments: Any) -> None:
+        context = contextvars.copy_context()
+        context.run(triton.set_allocator, _scratch)
+        context.run(run, *arguments)
+
+    return launch_with_scratch
 
 
 class Launcher:
@@ -47,7 +69,7 @@ class Launcher:
         """Launch, without waiting."""
         index = tensors[0].get_device()
         if index < 0:
-            tail, programs, _ = self._specification
+            tail, programs = self._specification[:2]
             self._kernel[(programs,)](*tensors, *numbers, *tail, **self._specification.options)
             return
         addresses = [t.data_ptr() for t in tensors]
@@ -65,11 +87,13 @@ class Launcher:
 
     def _prepare(self, tensors: Sequence[torch.Tensor], numbers: tuple[int, ...]) -> Callable[..., None]:
         """Compile and load; what comes back takes the stream, the tensors' addresses and the numbers."""
-        tail, programs, _ = self._specification
+        tail, programs = self._specification[:2]
         with torch.cuda.device(tensors[0].device):
             options = self._specification.options
             compiled = self._kernel.warmup(*tensors, *numbers, *tail, grid=(programs,), **options)
             run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+            if getattr(compiled.metadata, "global_scratch_size", 0):
+                run = _with_scratch(run)
 
         def launch_prepared(stream: int, *addresses: int) -> None:
             run(programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *tail)
@@ -82,12 +106,18 @@ def _launcher(kernel: Any, specify: Callable[..., Specification], key: tuple[Has
     return Launcher(kernel, specify(*key))
 
 
-def launch(kernel: Any, tensors: Sequence[torch.Tensor], specify: Callable[..., Specification], *key: Hashable) -> None:
+def launch(
+    kernel: Any,
+    tensors: Sequence[torch.Tensor],
+    specify: Callable[..., Specification],
+    *key: Hashable,
+    numbers: tuple[int, ...] = (),
+) -> None:
     """Run a kernel over tensors of one device, on its current stream, by a launcher kept for `key` and their dtypes.
 
-    `specify(*key)` makes the specification; nothing else may enter it.
+    `specify(*key)` makes the specification; nothing else may enter it. `numbers` vary by call, as for `Launcher`.
     """
-    _launcher(kernel, specify, key, tuple([t.dtype for t in tensors]))(*tensors)
+    _launcher(kernel, specify, key, tuple([t.dtype for t in tensors]))(*tensors, numbers=numbers)
 
 
 @functools.cache

@@ -66,7 +66,8 @@ def test_all_kernels_are_as_published(cli):
     for kernel in found["kernels"]:
         suite = suites.SUITES[kernel["operation"]]
         assert kernel["cases"] >= 5
-        assert kernel["digests_checked"] == kernel["digests_equal"] == kernel["cases"] == len(kernel["sha256"])
+        promised = kernel["cases"] if suite.reference is not None else 0
+        assert kernel["digests_checked"] == kernel["digests_equal"] == promised == len(kernel["sha256"])
         assert kernel["invariances"].keys() == {"threads", *suite.changes}
         assert all(kernel["invariances"].values())
         if kernel["operation"] in EXACT:

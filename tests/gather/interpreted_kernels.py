@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
 import torch
+from triton.runtime.interpreter import InterpreterBuilder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "softmax"))
-from interpreter_patches import few, report
+from interpreter_patches import MASKED, ORIGINAL, few, report
 
 from isograd import IndexOutOfRangeError, check, debug
 from isograd.gather import reference
@@ -295,5 +297,14 @@ def compared(suite: Callable[[], Iterator[Case]]) -> Iterator[tuple[str, bool]]:
             yield name, bits(found).tobytes() == bits(expected).tobytes()
 
 
+def refused() -> Iterator[tuple[str, bool]]:
+    """With the interpreter's own masked access."""
+    with mock.patch.multiple(InterpreterBuilder, **{name: ORIGINAL[name] for name in MASKED}):
+        try:
+            yield from compared(scatter)
+        except Exception as error:
+            yield repr(error), False
+
+
 if __name__ == "__main__":
-    report({name: partial(compared, suite) for name, suite in SUITES.items()})
+    report({name: partial(compared, suite) for name, suite in SUITES.items()} | {"refused": refused})

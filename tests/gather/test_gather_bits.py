@@ -456,8 +456,8 @@ def test_distinct_indices_have_the_same_bits_when_they_are_promised(dtype):
     values = values_of(rng, "special", indices.shape, dtype)
     given = {"shape": (20, 50), "indices": indices, "values": values, "axis": 1}
     expected = raw(reference("take_along_axis_backward", **given))
-    assert raw(run("take_along_axis_backward", unique=True, **given)) == expected
-    assert raw(run("take_along_axis_backward", unique=False, **given)) == expected
+    assert raw(run("take_along_axis_backward", unique_indices=True, **given)) == expected
+    assert raw(run("take_along_axis_backward", unique_indices=False, **given)) == expected
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -475,7 +475,7 @@ def test_a_dense_line_takes_one_quantum_only_where_that_is_exact(width, dtype):
 
 def test_a_broken_promise_takes_one_of_the_sources():
     indices, values = np.array([1, 1, 0]), np.array([2, 5, 3], np.float32)
-    out = run("take_along_axis_backward", shape=(4,), indices=indices, values=values, axis=0, unique=True)
+    out = run("take_along_axis_backward", shape=(4,), indices=indices, values=values, axis=0, unique_indices=True)
     assert out[1] in (2, 5)
     assert out.tolist()[0] == 3
     assert out.tolist()[2:] == [0, 0]

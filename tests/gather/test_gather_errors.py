@@ -214,7 +214,7 @@ def test_too_many_distinct_indices():
     refused(
         lambda: ig.take_along_axis_backward(np.ones((3, 5), np.float32), indices, (3, 4), unique_indices=True),
         ig.InvalidProblemError,
-        *("take_along_axis_backward", "unique", "5", "4"),
+        *("take_along_axis_backward", "unique_indices", "5", "4"),
     )
     broadcast = np.zeros((3, 2), np.int64)
     refused(
@@ -258,7 +258,7 @@ def test_tensors_that_need_a_gradient():
 # --- descriptors and outputs -----------------------------------------------------------------------------------------
 def test_descriptors_that_make_no_sense():
     invalid, unsupported = ig.InvalidProblemError, ig.UnsupportedError
-    once = ig.TakeAlongAxisBackwardDescriptor((3,), (3,), "float32", unique=1)
+    once = ig.TakeAlongAxisBackwardDescriptor((3,), (3,), "float32", unique_indices=1)
     cases = [
         (ig.TakeAlongAxisPlan, ig.TakeAlongAxisDescriptor((3, 4), (2, 4), "float32"), invalid, "indices_shape"),
         (ig.TakeAlongAxisPlan, ig.TakeAlongAxisDescriptor((3, 4), (3, 4, 1), "float32"), invalid, "indices_shape"),
@@ -266,7 +266,7 @@ def test_descriptors_that_make_no_sense():
         (ig.TakeAlongAxisPlan, ig.TakeAlongAxisDescriptor((3, 4), (3, 4), "float8"), unsupported, "dtype"),
         (ig.TakeAlongAxisPlan, ig.TakeAlongAxisDescriptor((3,), (3,), "float32", "int8"), unsupported, "index_dtype"),
         (ig.ScatterSumPlan, ig.ScatterSumDescriptor((3, 4), (3, 4), "float32", "int64", 2), invalid, "axis"),
-        (ig.TakeAlongAxisBackwardPlan, once, invalid, "unique"),
+        (ig.TakeAlongAxisBackwardPlan, once, invalid, "unique_indices"),
         (ig.IndexSelectPlan, ig.IndexSelectDescriptor((), (3,), "float32"), invalid, "rank 0"),
         (ig.IndexSelectPlan, ig.IndexSelectDescriptor((3,), (3,), "float32", negative=None), invalid, "negative"),
         (ig.IndexSumPlan, ig.IndexSumDescriptor((3,), (3,), "float32", accumulate=2), invalid, "accumulate"),

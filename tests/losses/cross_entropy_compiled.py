@@ -18,17 +18,23 @@ KINDS = {
 
 
 def kernel_for(target: str, operation: str, shape: tuple[int, ...], dtype: str, axis: int = 1, **options: Any) -> Any:
-    """(kernel, tensors, what follows them, compiler's options) that an operation on tensors of a shape would launch."""
+    """(kernel, tensors, what follows them, compiler's options, numbers) that an operation would launch.
+
+    part: for some classes alone. state: the gradient's with a state.
+    """
+    part, state = options.pop("part", False), options.pop("state", False)
     descriptor = KINDS[operation](shape, dtype, axis=axis, **options).validated()
     given = {o.name: torch.empty(o.shape, dtype=getattr(torch, o.dtype)) for o in descriptor.operands()}
+    if state:
+        given["state"] = torch.empty((4, *descriptor.row_shape))
     found: list[Any] = []
 
-    def launch(kernel: Any, tensors: Any, specify: Any, *key: Any) -> None:
+    def launch(kernel: Any, tensors: Any, specify: Any, *key: Any, numbers: tuple[int, ...] = ()) -> None:
         specification = specify(*key)
-        found.append((kernel, tensors, specification.tail, specification.options))
+        found.append((kernel, tensors, specification.tail, specification.options, numbers))
 
     def launch_staged(problem: Any, tensors: Any) -> None:
-        found.append((gradient_staged, tensors, problem.tail, problem.options))
+        found.append((gradient_staged, tensors, problem.tail, problem.options, ()))
 
     arch = triton_targets.architecture(target)
     with (
@@ -37,11 +43,14 @@ def kernel_for(target: str, operation: str, shape: tuple[int, ...], dtype: str, 
         mock.patch.object(triton_launch, "numbers", return_value=given["losses" if "losses" in given else "dlosses"]),
         mock.patch.object(triton_launch, "architecture", return_value=arch),
     ):
-        triton_launch.cross_entropy(descriptor, given)
+        if part:
+            triton_launch.cross_entropy_backward_in_part(descriptor, 16, given)
+        else:
+            triton_launch.cross_entropy(descriptor, given)
     return found[-1]
 
 
 def compile_for(target: str, operation: str, shape: tuple[int, ...], dtype: str, axis: int = 1, **options: Any) -> Any:
     """The compiled kernel that an operation on tensors of a shape would launch."""
-    kernel, tensors, tail, compiler = kernel_for(target, operation, shape, dtype, axis, **options)
-    return triton_targets.compiled(target, kernel, tensors, tail, compiler)
+    kernel, tensors, tail, compiler, numbers = kernel_for(target, operation, shape, dtype, axis, **options)
+    return triton_targets.compiled(target, kernel, tensors, tail, compiler, numbers)

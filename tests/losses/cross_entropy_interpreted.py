@@ -1,6 +1,6 @@
 """Run under TRITON_INTERPRET=1: compare the Triton kernels of cross entropy with the reference in the interpreter.
 
-    python cross_entropy_interpreted.py [--exhaustive] hard|smooth|probabilities|faults|linear|reductions...
+    python cross_entropy_interpreted.py [--exhaustive] hard|smooth|probabilities|faults|parts|linear|reductions...
 
 Prints the number of cases of each suite and of those that differ. Not a test itself: the variable acts when triton is
 imported.
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -23,10 +24,10 @@ from cross_entropy_problems import NUMPY, Problem, by_definition, problem, raw
 from interpreter_patches import few, report
 
 import isograd as ig
-from isograd.losses import cross_entropy_cuda, linear_bounds, linear_reference
+from isograd.losses import cross_entropy_cuda, linear_bounds, linear_reference, linear_torch
 from isograd.losses import cross_entropy_reference as reference
-from isograd.losses.linear_torch import linear_cross_entropy
-from isograd.losses.triton_cross_entropy_launch import cross_entropy
+from isograd.losses.linear_torch import Pieces
+from isograd.losses.triton_cross_entropy_launch import cross_entropy, cross_entropy_backward_in_part
 from isograd.softmax.triton_launch import Configuration
 
 INTEGER = {"float16": np.int16, "bfloat16": np.int16, "float32": np.int32, "float64": np.int64}
@@ -61,7 +62,7 @@ def to_numpy(t: torch.Tensor) -> Any:
 
 
 def by_triton(p: Problem, config: Configuration | None) -> list[Any]:
-    """(losses, state, gradient from the state, losses and gradient at once, in place) of the Triton kernels."""
+    """(losses, state, gradient from the state, losses, gradient in place and state at once) of the Triton kernels."""
     rows, of = p.dlosses.shape, getattr(torch, p.dlosses.dtype.name)
     forward, backward, both = (kind(*p.fields).validated() for kind in KINDS)
     given = {name: to_torch(a) for name, a in p.given.items()}
@@ -69,10 +70,10 @@ def by_triton(p: Problem, config: Configuration | None) -> list[Any]:
     cross_entropy(forward, given | {"losses": losses, "state": state}, config)
     dx, g = torch.full_like(given["logits"], 7), to_torch(p.dlosses)
     cross_entropy(backward, given | {"dlosses": g, "state": state, "dlogits": dx}, config)
-    again = torch.full(rows, 7, dtype=of)
+    again, kept = torch.full(rows, 7, dtype=of), torch.full((4, *rows), 7, dtype=of)
     place = given["logits"]
-    cross_entropy(both, given | {"dlosses": g, "losses": again, "dlogits": place}, config)
-    return [to_numpy(t) for t in (losses, state, dx, again, place)]
+    cross_entropy(both, given | {"dlosses": g, "losses": again, "dlogits": place, "state": kept}, config)
+    return [to_numpy(t) for t in (losses, state, dx, again, place, kept)]
 
 
 def special(rng: np.random.Generator, p: Problem) -> Problem:
@@ -95,6 +96,7 @@ def compared(kind: str) -> Iterator[Case]:
         p = special(rng, problem(rng, shape, NUMPY[dtype], axis, kind=kind, **options))
         with np.errstate(all="ignore"):
             got, expected = by_triton(p, config), by_definition(p)
+        expected = (*expected, expected[1])
         wrong = [i for i, pair in enumerate(zip(got, expected, strict=True)) if raw(pair[0]) != raw(pair[1])]
         yield f"{kind} {dtype} {shape} {axis} {options} results {wrong}", not wrong
     # Gradients and logits with strides of their own, and a gradient of the loss that all rows share.
@@ -137,36 +139,91 @@ def faults() -> Iterator[Case]:
     yield "no fault", True
 
 
+def parts() -> Iterator[Case]:
+    """The gradient of some classes from the states of whole rows."""
+    rng = np.random.default_rng(64)
+    index = itertools.cycle([np.int64, np.int32, np.uint32])
+    extras = ({"weighted": False, "z_loss": 0.0}, {"weighted": True, "z_loss": 1e-2})
+    for dtype, kind, extra in few(2, list(NUMPY), ("hard", "smooth"), extras):
+        p = special(rng, problem(rng, (7, 45), NUMPY[dtype], kind=kind, index=next(index), **extra))
+        targets = p.targets.copy()
+        targets[:3] = 16, 36, 99  # the ends of a part, and none
+        inside = p._replace(targets=np.where(targets == 99, 0, targets).astype(targets.dtype))
+        with np.errstate(all="ignore"):
+            _, state, expected, *_ = by_definition(inside)
+        # What reported the fault left NaN in the state.
+        state[:, 2], expected[2] = np.nan, np.nan
+        descriptor = ig.CrossEntropyDescriptor(*p.fields).validated()
+        for first, stop in ((0, 16), (16, 37), (37, 45)):
+            x = p.logits[:, first:stop].copy()
+            # A logit that was computed a second time, and is above its row's maximum now, counts as the maximum.
+            largest = np.isfinite(state[0])[:, None] & (x.astype(state.dtype) == state[0][:, None])
+            with np.errstate(all="ignore"):
+                x[largest] += abs(x[largest]) * 40
+            place = to_torch(x)
+            given = {"logits": place, "targets": to_torch(targets), "state": to_torch(state), "dlogits": place}
+            if p.weight is not None:
+                given["weight"] = to_torch(p.weight)[first:stop]
+            cross_entropy_backward_in_part(descriptor, first, given | {"dlosses": to_torch(p.dlosses)})
+            yield f"part {dtype} {kind} {extra} {first}", raw(to_numpy(place)) == raw(expected[:, first:stop])
+    ig.check()
+
+
+# (rows, features, classes, pieces): slabs that are computed again, and those where dweight can keep nothing
+LINEAR = {
+    (5, 4, 9, Pieces(5, 9)): (0, 0),
+    (5, 4, 40, Pieces(2, 16)): (2, 3),  # one of three slabs is kept beside the chunk
+    (3, 9, 40, Pieces(1, 16)): (0, 3),  # all of them; dweight is written from its end
+    (6, 3, 40, Pieces(4, 16)): (2, 3),  # one of three; the chunk is longer than dweight
+    (6, 3, 40, Pieces(3, 24)): (2, 2),  # the chunk is all of dweight
+}
+
+
 def linear() -> Iterator[Case]:
     """The products are torch's on the CPU here; small integers make them exact, so the reference's bits are due."""
     rng = np.random.default_rng(62)
-    for dtype, chunk, full in few(2, ("float32", "bfloat16", "float64"), (0, 2, 3), (False, True)):
+    for dtype, shape, full in few(2, ("float32", "bfloat16", "float64"), list(LINEAR), (False, True)):
+        rows, features, classes, size = shape
         of, wide = NUMPY[dtype], np.float64 if dtype == "float64" else np.float32
-        hidden, weight = (rng.integers(-2, 3, shape).astype(of) for shape in ((5, 4), (9, 4)))
-        inputs = {"hidden": hidden, "weight": weight, "targets": np.array([1, -100, 8, 0, 3])}
+        hidden, weight = (rng.integers(-2, 3, (n, features)).astype(of) for n in (rows, classes))
+        inputs = {"hidden": hidden, "weight": weight, "targets": rng.integers(0, classes, rows)}
+        inputs["targets"][1:3] = -100, classes - 1
         if full:
-            inputs |= {"bias": rng.integers(-2, 3, 9).astype(of), "class_weight": rng.random(9).astype(wide)}
-        g = rng.standard_normal(5).astype(wide)
+            inputs |= {
+                "bias": rng.integers(-2, 3, classes).astype(of),
+                "class_weight": rng.random(classes).astype(wide),
+            }
+        g = rng.standard_normal(rows).astype(wide)
         options = {"label_smoothing": 0.1, "z_loss": 1e-2} if full else {}
-        fields = (5, 4, 9, dtype, "int64", full, full, -100, *(options.values() or (0.0, 0.0)), chunk)
+        fields = (*shape[:3], dtype, "int64", full, full, -100, *(options.values() or (0.0, 0.0)))
         given = {name: to_torch(a) for name, a in inputs.items()}
-        of_t, wide_t = to_torch(hidden).dtype, to_torch(g).dtype
-        losses, again = torch.full((5,), 7, dtype=wide_t), torch.full((5,), 7, dtype=wide_t)
-        out = {"dhidden": torch.full((5, 4), 7, dtype=of_t), "dweight": torch.full((9, 4), 7, dtype=of_t)}
-        if full:
-            out["dbias"] = torch.full((9,), 7, dtype=of_t)
-        linear_cross_entropy(ig.LinearCrossEntropyDescriptor(*fields).validated(), given | {"losses": losses})
         both = ig.LinearCrossEntropyGradientDescriptor(*fields).validated()
-        linear_cross_entropy(both, given | {"dlosses": to_torch(g), "losses": again} | out)
+        empty = {o.name: torch.full(o.shape, 7, dtype=getattr(torch, o.dtype)) for o in both.operands() if o.output}
+        losses = torch.full_like(empty["losses"], 7)
+        forward = ig.LinearCrossEntropyDescriptor(*fields).validated()
+        with mock.patch.object(linear_torch, "pieces", return_value=size):
+            linear_torch.linear_cross_entropy(forward, given | {"losses": losses})
         expected = linear_reference.linear_cross_entropy_gradient(g, **inputs, **options)
-        exact = [raw(to_numpy(losses)) == raw(expected[0]), raw(to_numpy(again)) == raw(expected[0])]
         bounds = linear_bounds.error_bound("linear_cross_entropy_gradient", linear_bounds.accumulated)(
             dlosses=g, **inputs, **options
         )
         truth = linear_reference.oracle_linear_cross_entropy_gradient(g, **inputs, **options)
-        for tensor, right, limit in zip(out.values(), truth[1:], bounds[1:], strict=True):
-            exact.append(bool((np.abs(to_numpy(tensor).astype(np.longdouble) - right) <= limit).all()))
-        yield f"linear {dtype} {chunk} {full}: {exact}", all(exact)
+        # In dweight of other strides nothing is kept.
+        strided = empty | {"dweight": torch.full((features, classes), 7, dtype=empty["dweight"].dtype).t()}
+        for out, again in zip((empty, strided), LINEAR[shape], strict=True):
+            with (
+                mock.patch.object(linear_torch, "pieces", return_value=size),
+                mock.patch.object(
+                    linear_torch, "cross_entropy_backward_in_part", wraps=cross_entropy_backward_in_part
+                ) as patched,
+            ):
+                linear_torch.linear_cross_entropy(both, given | {"dlosses": to_torch(g)} | out)
+            exact = [patched.call_count == again]
+            exact += [raw(to_numpy(losses)) == raw(expected[0]), raw(to_numpy(out["losses"])) == raw(expected[0])]
+            for tensor, right, limit in zip(list(out.values())[1:], truth[1:], bounds[1:], strict=True):
+                error = np.abs(to_numpy(tensor.contiguous()).astype(np.longdouble) - right)
+                exact.append(bool((error <= limit).all()))
+            yield f"linear {dtype} {shape} {full} {out is strided}: {exact}", all(exact)
 
 
 def reductions() -> Iterator[Case]:
@@ -193,5 +250,5 @@ def reductions() -> Iterator[Case]:
 if __name__ == "__main__":
     report(
         {kind: partial(compared, kind) for kind in TARGETS}
-        | {"faults": faults, "linear": linear, "reductions": reductions}
+        | {"faults": faults, "parts": parts, "linear": linear, "reductions": reductions}
     )

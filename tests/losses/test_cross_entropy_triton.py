@@ -10,6 +10,9 @@ pytest.importorskip("triton", reason="needs triton")
 from cross_entropy_compiled import KINDS, compile_for, kernel_for
 from triton_targets import resources
 
+import isograd as ig
+from isograd.losses.linear_torch import pieces
+
 SCRIPT = Path(__file__).parent / "cross_entropy_interpreted.py"
 # suite: its cases, and those of an exhaustive run
 CASES = {
@@ -17,7 +20,8 @@ CASES = {
     "smooth": (11, 57),
     "probabilities": (11, 57),
     "faults": (6, 6),
-    "linear": (9, 18),
+    "parts": (24, 48),
+    "linear": (30, 60),
     "reductions": (31, 31),
 }
 
@@ -28,6 +32,32 @@ def test_interpreter_returns_the_bits_of_the_reference(interpret, suite, exhaust
     found, which = interpret(SCRIPT, *CASES, exhaustive=exhaustive)
     assert suite in found, which
     assert found[suite] == (CASES[suite][exhaustive], 0), which
+
+
+@pytest.mark.parametrize(
+    ("rows", "features", "classes", "chunk", "expected"),
+    [
+        # As many logits as hidden has elements, at most; dhidden of a chunk is 4 * 2^20 elements, or dweight is full.
+        (8192, 4096, 128_256, 0, (1024, 4008)),
+        (8192, 2048, 32_000, 0, (2048, 2000)),
+        (8192, 1024, 32_000, 0, (1024, 1000)),
+        (8192, 5120, 128_256, 0, (768, 4936)),
+        (512, 4096, 128_256, 0, (512, 8016)),
+        (8192, 64, 128_256, 0, (256, 512)),
+        (200, 64, 500, 0, (200, 500)),
+        (0, 64, 500, 0, (1, 500)),
+        (8192, 4096, 128_256, 256, (256, 4008)),
+        (5, 4, 40, 2, (2, 16)),
+        (5, 4, 40, 100, (5, 40)),
+        (0, 4, 40, 3, (1, 40)),
+    ],
+)
+def test_what_linear_cross_entropy_holds(rows, features, classes, chunk, expected):
+    fields = (rows, features, classes, "bfloat16")
+    assert pieces(ig.LinearCrossEntropyGradientDescriptor(*fields, chunk=chunk)) == expected
+    forward = pieces(ig.LinearCrossEntropyDescriptor(*fields, chunk=chunk))
+    assert forward.classes == expected[1]
+    assert forward.rows * classes <= max(rows * expected[1], 256 * classes, classes)
 
 
 # dtype, shape, axis, options: rows that a program holds, rows in passes, lanes, dense targets
@@ -55,9 +85,29 @@ def test_other_architectures(operation, name, target):
     check_compiled(operation, name, target)
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "weighted": True}], ids=["plain", "smoothed"])
+def test_some_classes_alone(options, target):
+    check_resources(compile_for(target, "cross_entropy_backward", (8192, 4008), "bfloat16", part=True, **options))
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_gradient_and_state_at_once(target):
+    compiled = compile_for(target, "cross_entropy_gradient", (1024, 128_256), "bfloat16", state=True)
+    staged = target in ("sm_90", "sm_100")
+    assert compiled.metadata.name == ("gradient_staged" if staged else "forward")
+    check_resources(compiled)
+    if staged:
+        assert resources(compiled)["stack"] == 0
+
+
 def check_compiled(operation, name, target):
     dtype, shape, axis, options = PROBLEMS[name]
-    needs = resources(compile_for(target, operation, shape, dtype, axis, **options))
+    check_resources(compile_for(target, operation, shape, dtype, axis, **options))
+
+
+def check_resources(compiled):
+    needs = resources(compiled)
     assert needs["stack"] <= 64
     assert needs["registers"] <= 255
     assert needs["shared"] <= 64 * 1024
@@ -77,6 +127,8 @@ def test_long_rows_are_read_once(dtype, n, target):
     compiled = compile_for(target, "cross_entropy_gradient", (64, n), dtype)
     needs = resources(compiled)
     assert compiled.metadata.name == "gradient_staged"
+    # A copy into shared memory that is not committed is not waited for: one before the loop, one inside.
+    assert compiled.asm["ptx"].count("cp.async.commit_group") == 2
     # sm_100 puts a few words of 16 float32 warps on the stack.
     assert needs["stack"] <= (0 if target == "sm_90" and dtype != "float32" else 128)
     assert needs["registers"] <= 128
@@ -91,6 +143,7 @@ def test_long_rows_are_read_once(dtype, n, target):
         ((64, 128_256), "bfloat16", {"label_smoothing": 0.1}),
         ((64, 4096), "bfloat16", {}),
         ((64, 128_255), "bfloat16", {}),
+        ((1, 70_001), "float16", {}),
         ((4, 40_000, 8), "float32", {}),
     ],
 )

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -99,7 +100,8 @@ def test_amd(operation: str) -> None:
 
 
 def check_compiled(operation: str, problem: str, target: str) -> None:
-    found = triton_targets.kernels_of(target, call(operation, problem), launch, reduction)
+    with mock.patch.object(launch, "softmax"):  # which its own family compiles
+        found = triton_targets.kernels_of(target, call(operation, problem), launch, reduction)
     assert found
     for name, kernel in found.items():
         need = resources(kernel)

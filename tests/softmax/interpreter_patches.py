@@ -12,12 +12,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import triton.language as tl
+from triton._C.libtriton import ir
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from isograd.numerics import reference as ref
 
-ORIGINAL = {name: getattr(InterpreterBuilder, name) for name in ("create_fma", "cast_impl", "create_fp_to_fp")}
+MASKED = ("create_masked_load", "create_masked_store")
+ORIGINAL = {name: getattr(InterpreterBuilder, name) for name in ("create_fma", "cast_impl", "create_fp_to_fp", *MASKED)}
 EXHAUSTIVE = "--exhaustive" in sys.argv
 
 
@@ -37,6 +39,8 @@ def report(suites: Mapping[str, Callable[[], Iterable[tuple[str, bool]]]]) -> No
     patch_fma()
     patch_cast()
     patch_masks()
+    patch_reductions()
+    patch_dot()
     for name in sys.argv[1:]:
         if name == "--exhaustive":
             continue
@@ -88,12 +92,41 @@ def patch_index() -> None:
 
 def patch_masks() -> None:
     """3.9 hands on some masks, of a scalar and a block, as integers and then refuses them."""
-    for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):
+    for place, name in enumerate(MASKED, 1):
         original = getattr(InterpreterBuilder, name)
 
-        def patched(self: Any, *arguments: Any, original: Any = original, place: int = place) -> Any:
+        def patched(self: Any, *arguments: Any, original: Any = original, place: int = place, **rest: Any) -> Any:
             mask = arguments[place]
-            mask = TensorHandle(mask.data.astype(bool), mask.dtype)
-            return original(self, *arguments[:place], mask, *arguments[place + 1 :])
+            if isinstance(mask, TensorHandle):  # descriptors bring an array
+                mask = TensorHandle(mask.data.astype(bool), mask.dtype)
+            return original(self, *arguments[:place], mask, *arguments[place + 1 :], **rest)
 
         setattr(InterpreterBuilder, name, patched)
+
+
+def patch_reductions() -> None:
+    """Neither has reductions through a tensor descriptor; programs run one after the other, so that an add will do."""
+
+    def reduce(self: Any, kind: Any, descriptor: Any, value: Any, indices: Any) -> None:
+        assert kind == ir.DESCRIPTOR_REDUCE_KIND.ADD
+        pointers, mask = descriptor.materialize_pointers(indices)
+        zeros = TensorHandle(np.zeros_like(value.data), value.dtype)
+        before = self.create_masked_load(pointers, mask, zeros, None, None, False)
+        self.create_masked_store(pointers, TensorHandle(before.data + value.data, value.dtype), mask, None, None)
+
+    InterpreterBuilder.create_descriptor_reduce = reduce
+
+
+def patch_dot() -> None:
+    """Both multiply the bits of bfloat16 as if they were integers."""
+    original = InterpreterBuilder.create_dot
+
+    def widened(x: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return TensorHandle(x.data.view(ml_dtypes.bfloat16).astype(np.float32), tl.float32)
+
+    def patched(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return original(self, widened(a), widened(b), *rest)
+
+    InterpreterBuilder.create_dot = patched

@@ -120,7 +120,7 @@ def copy_rows(base, offset, row, count, size, out, line, factor):
 
 @kernel
 def forward(like, bias_like, call, numbers, table, start, stop):
-    """o and lse. Steps: tiles of queries, heads within a problem faster. numbers: scale, softcap, dropout's factor."""
+    """Fill o and lse. Steps: tiles of queries, heads within a problem faster. numbers: scale, softcap, dropout."""
     zero = work_zero(like)
     scale, softcap, factor = numbers
     sizes, hidden = call.sizes, call.hidden

@@ -25,7 +25,7 @@ class TritonGather(TritonKernel):
             case "take_along_axis":
                 launch.take_along_axis(a["x"], indices, a["v"], descriptor.axis)
             case "take_along_axis_backward":
-                operation, unique = descriptor.operation, descriptor.unique
+                operation, unique = descriptor.operation, descriptor.unique_indices
                 launch.scatter_sum(indices, a["dv"], a["dx"], descriptor.axis, unique=unique, operation=operation)
             case "scatter_sum":
                 launch.scatter_sum(indices, a["values"], a["out"], descriptor.axis, a["x"])

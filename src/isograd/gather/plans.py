@@ -87,11 +87,11 @@ class TakeAlongAxisDescriptor(_LinesDescriptor):
 class TakeAlongAxisBackwardDescriptor(_LinesDescriptor):
     """dx from indices and dv, a scatter sum into zeros; fields as in TakeAlongAxisDescriptor.
 
-    unique: promises that no line along the axis holds an index twice. Then more indices than the axis has elements are
-    an InvalidProblemError; where the promise is broken, one of the sources is taken.
+    unique_indices: promises that no line along the axis holds an index twice. Then more indices than the axis has
+    elements are an InvalidProblemError; where the promise is broken, one of the sources is taken.
     """
 
-    unique: bool = False
+    unique_indices: bool = False
 
     @property
     def operation(self) -> str:
@@ -110,14 +110,15 @@ class TakeAlongAxisBackwardDescriptor(_LinesDescriptor):
         """Return the descriptor with plain ints and a non-negative axis, or raise what is wrong with it."""
         checked = self._checked()
         shape, indices_shape, _, _, axis = checked
-        if not isinstance(self.unique, bool):
-            raise InvalidProblemError(f"{self.operation}: unique is {self.unique!r}; accepted: True, False")
-        if self.unique and indices_shape[axis] > shape[axis]:
+        if not isinstance(self.unique_indices, bool):
+            given = self.unique_indices
+            raise InvalidProblemError(f"{self.operation}: unique_indices is {given!r}; accepted: True, False")
+        if self.unique_indices and indices_shape[axis] > shape[axis]:
             raise InvalidProblemError(
-                f"{self.operation}: unique is True for {indices_shape[axis]} indices along an axis of size "
+                f"{self.operation}: unique_indices is True for {indices_shape[axis]} indices along an axis of size "
                 f"{shape[axis]}; so many cannot be distinct"
             )
-        return type(self)(*checked, self.unique)
+        return type(self)(*checked, self.unique_indices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +317,7 @@ class NumbaGather(Kernel):
         if name == "take_along_axis":
             cpu.take_along_axis(name, a["x"], a["indices"], a["v"], descriptor.axis)
         elif name == "take_along_axis_backward":
-            cpu.scatter(name, a["indices"], a["dv"], None, a["dx"], descriptor.axis, descriptor.unique)
+            cpu.scatter(name, a["indices"], a["dv"], None, a["dx"], descriptor.axis, descriptor.unique_indices)
         elif name == "scatter_sum":
             cpu.scatter(name, a["indices"], a["values"], a["x"], a["out"], descriptor.axis)
         elif name == "index_select":

@@ -142,7 +142,8 @@ def linear_cross_entropy(
 
     hidden: [..., features], float16, bfloat16, float32 or float64: a NumPy array, a torch tensor or a tape variable.
     weight: [classes, features], bias: [classes], both of that dtype. targets: class indices, [...]. class_weight: as
-    `weight` of `cross_entropy`, and so are the other options. chunk: rows whose logits are held at a time.
+    `weight` of `cross_entropy`, and so are the other options. chunk: rows whose logits are held at a time, or as many
+    logits of all rows for some of the classes.
 
     return_gradient: return (loss, dhidden, dweight), and dbias where there is a bias. dloss: the gradient of the loss.
 

@@ -25,6 +25,12 @@ def _broad(v):
 
 
 @gluon.jit
+def _put(place, value, kept, first):
+    """Store what a row has one of; 0 where the row is ignored."""
+    gl.store(place, ops.narrow(gl.where(kept, value, 0.0), gl.float32, False), first)
+
+
+@gluon.jit
 def gradient_staged(
     x_ptr,
     target_ptr,
@@ -32,15 +38,19 @@ def gradient_staged(
     numbers_ptr,
     dloss_ptr,
     loss_ptr,
+    state_ptr,
     dx_ptr,
     n_rows,
     n,
     ignore_index,
+    state_part,
     x_row,
     target_row,
     dloss_row,
     loss_row,
+    state_row,
     dx_row,
+    STATE: gl.constexpr,
     WEIGHTED: gl.constexpr,
     Z: gl.constexpr,
     BLOCK: gl.constexpr,
@@ -51,7 +61,7 @@ def gradient_staged(
     layout: gl.constexpr,
     shared: gl.constexpr,
 ):
-    """The losses and gradients of rows of at most 2**17 elements, of 16 bits 2**18."""
+    """The losses, gradients and, STATE, states of rows of at most 2**17 elements, of 16 bits 2**18."""
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     short: gl.constexpr = dtype.primitive_bitwidth == 16
     line: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, layout))
@@ -62,6 +72,7 @@ def gradient_staged(
     stage = gl.allocate_shared_memory(dtype, [BLOCK // GROUP, CTAS, GROUP // V, V], shared)
     row = gl.program_id(0)
     softmax.fetch(stage, x_ptr, row, n_rows, x_row, begin, offset, n, MASKED)
+    async_copy.commit_group()
     exchange.setup(thread + block, CTAS)
     zero = n >> 31  # which the compiler cannot tell
     parity = 0
@@ -77,6 +88,7 @@ def gradient_staged(
         async_copy.wait_group(0)
         x = ops.widen(stage.load(layout), True)
         softmax.fetch(stage, x_ptr, following, n_rows, x_row, begin, offset, n, MASKED)
+        async_copy.commit_group()
         if MASKED:
             x = gl.where(begin + offset < n, x, float("-inf"))
 
@@ -116,10 +128,22 @@ def gradient_staged(
                 lse = top + (middle + bottom)
             loss += gl.load(numbers_ptr + 2) * (lse * lse)
             factor += gl.load(numbers_ptr + 3) * lse
-        loss = gl.where(kept, gl.where(valid, loss, float("nan")), 0.0)
-        gl.store(loss_ptr + wide_row * loss_row + none, ops.narrow(loss, gl.float32, False), (thread + block) == 0)
-
-        factor = g * gl.where(valid, factor, float("nan"))
+        loss = gl.where(valid, loss, float("nan"))
+        _put(loss_ptr + wide_row * loss_row + none, loss, kept, (thread + block) == 0)
+        factor = gl.where(valid, factor, float("nan"))
+        if STATE:
+            low = r_low
+            if short:
+                low = r * 0.0
+            place = state_ptr + wide_row * state_row + none
+            _put(place, gl.where(valid, m, float("nan")), kept, (thread + block) == 0)
+            place += state_part
+            _put(place, r, kept, (thread + block) == 0)
+            place += state_part
+            _put(place, gl.where(valid, low, float("nan")), kept, (thread + block) == 0)
+            place += state_part
+            _put(place, factor, kept, (thread + block) == 0)
+        factor = g * factor
         p = rows.softmax_output(e, found, _broad(r), _broad(r_low), _broad(largest), short, True)
         dx = ops.narrow(_broad(factor) * p, dtype, True)
         if gl.load(target_ptr + wide_row * target_row).to(gl.int64) == ignore_index:

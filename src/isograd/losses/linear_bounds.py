@@ -5,9 +5,13 @@ With E_j the bound of a logit and E its maximum over a row, and with the notatio
     loss        that of cross entropy + 2 D E + 2z E (|lse| + E)
     gradient G of the logits
                 that of cross entropy + |g| (|a| p (e^2E - 1) + 2z E p e^2E) + 2 ulp(G) of the storage type
-    dhidden     B_G @ |weight| + the product's own, likewise dweight; dbias  Σ B_G + n 2^-44 Σ |G| + ulp/2
+    dhidden     B_G @ |weight| + the product's own, likewise dweight; dbias  Σ B_G + its sum's own
 
-A product's own bound is rule 10's on the CPU. Elsewhere, with K the contracted length and sums in binary32, it is
+Gradients may come from logits that were computed twice, in products of different shapes: both are within E_j, and the
+gradient takes the lesser of a logit and its row's maximum, so that p is off by a factor of at most e^2E either way.
+
+The sum's own bound is n q Σ |G| + ulp/2, q being 2^-44 on the CPU and 2^-22 elsewhere (float64: 2^-88 and 2^-51). A
+product's own is rule 10's on the CPU. Elsewhere, with K the contracted length and sums in binary32, it is
 (K 2^-22 + s) Σ_k |a_k b_k| + ulp/2, s being 2^-7 where partial sums may be 16 bits wide and 0 else.
 """
 
@@ -86,8 +90,9 @@ def _evaluate(
         if bias is None:
             return result
         summed = absolute.sum(axis=0)
-        quanta = len(h) * _WIDE(2.0) ** -(88 if name == "float64" else 44)
-        return (*result, of_g.sum(axis=0) + quanta * summed + ulp(summed, name))
+        bits = (44, 88) if product is order_free else (22, 51)
+        own = len(h) * _WIDE(2.0) ** -bits[name == "float64"] * summed
+        return (*result, of_g.sum(axis=0) + own + ulp(summed, name))
 
 
 def error_bound(operation: str, product: Product) -> ErrorBound:

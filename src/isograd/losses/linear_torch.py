@@ -1,110 +1,168 @@
-"""linear_cross_entropy on a GPU: chunks of rows, products by torch, cross entropy in place of a chunk's logits.
+"""linear_cross_entropy on a GPU: products by torch, cross entropy in place of the logits, of which a part is held.
 
-The gradient of the weight is added up over the chunks, for 16-bit weights in binary32, and rounded once.
+The first pass takes chunks of rows, whose logits of all classes give the losses and dhidden; the second takes slabs of
+classes, whose gradients of all rows' logits give dweight. So no product is added to another, and each is rounded once.
+Between the passes dweight, which is not written before the second, keeps gradients: those of the first slabs, as many
+as have room there beside a chunk. The other slabs' logits are computed a second time.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from isograd import faults
 from isograd.losses.cross_entropy_plans import CrossEntropyGradientDescriptor
-from isograd.losses.linear_plans import _Linear
-from isograd.losses.triton_cross_entropy_launch import cross_entropy, report_targets
+from isograd.losses.cross_entropy_reference import STATE
+from isograd.losses.linear_plans import LinearCrossEntropyGradientDescriptor, _Linear
+from isograd.losses.triton_cross_entropy_launch import (
+    cross_entropy,
+    cross_entropy_backward_in_part,
+    report_targets,
+)
 
-_LEAST = 256  # rows that keep a matrix product busy
+_ROWS = 256  # that keep a product busy which has as many columns as there are classes
+_TILES = 1 << 22  # elements of dhidden, of 128 by 256 each, that keep all processors of a large GPU busy
+_LOGITS = 1 << 22  # fewer are not worth a product of their own
+_ALIGNED = 8  # classes: products are slower where a row does not start at 16 bytes
 
 
-def chunk_rows(descriptor: _Linear) -> int:
-    """Rows of a chunk: at least a quarter of the features, so that its logits take a quarter of the weight's memory.
+class Pieces(NamedTuple):
+    """Rows of a chunk and classes of a slab; what is left over makes a smaller one."""
 
-    Fewer rows would add to the gradient of the weight, which is as large as the weight, more often than products need.
+    rows: int
+    classes: int
+
+
+def pieces(descriptor: _Linear) -> Pieces:
+    """What is held at a time.
+
+    A slab has as many classes as there are features, and so takes as much memory as hidden. If that is all classes,
+    everything is one piece. Else a chunk has the rows that keep the product for dhidden busy, as far as they fit
+    dweight. Without gradients, where it cannot lie there, it takes what a slab would.
     """
+    rows, features, classes = descriptor.rows, descriptor.features, descriptor.classes
     if descriptor.chunk:
-        return descriptor.chunk
-    return max(_LEAST, 1 << max(descriptor.features // 4 - 1, 0).bit_length())
-
-
-class _WeightGradient:
-    """dlogits^T @ hidden over the chunks."""
-
-    def __init__(self, out: torch.Tensor, chunks: int) -> None:
-        self._out, self._chunks = out, chunks
-        short = out.dtype in (torch.float16, torch.bfloat16)
-        self._sum = torch.empty_like(out, dtype=torch.float32) if short and chunks > 1 else out
-        # Products of 16-bit matrices that stay in binary32 exist on CUDA alone.
-        self._wide = self._sum is not out and out.is_cuda
-        self._added = 0
-
-    def add(self, dlogits: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Add a chunk."""
-        a, b = dlogits.t(), hidden
-        options: dict[str, Any] = {"out": self._sum}
-        if self._wide:
-            options["out_dtype"] = torch.float32
-        elif self._sum is not self._out:
-            a, b = a.float(), b.float()
-        if self._added:
-            torch.addmm(self._sum, a, b, **options)
+        chunk = descriptor.chunk
+        slabs = max(-(-rows // chunk), 1)
+    else:
+        slabs = -(-classes // max(features, _LOGITS // max(rows, 1)))
+        if slabs == 1:
+            chunk = rows
+        elif isinstance(descriptor, LinearCrossEntropyGradientDescriptor):
+            chunk = max(min(_TILES // max(features, 1) // 128 * 128, features), _ROWS)
         else:
-            torch.mm(a, b, **options)
-        self._added += 1
-
-    def finish(self) -> None:
-        """Round the sum into the output."""
-        if not self._added:
-            self._out.zero_()
-        elif self._sum is not self._out:
-            self._out.copy_(self._sum)
+            chunk = max(rows // slabs // 128 * 128, _ROWS)
+    return Pieces(max(min(chunk, rows), 1), min(-(-classes // (slabs * _ALIGNED)) * _ALIGNED, classes))
 
 
 def linear_cross_entropy(descriptor: _Linear, arguments: Mapping[str, Any]) -> None:
     """Either operation on the plan's arguments, on the current stream of their device."""
     with torch.no_grad(), torch.autocast(arguments["hidden"].device.type, enabled=False):
-        _compute(descriptor, arguments)
+        _Problem(descriptor, arguments).compute()
     faults.after_launch(arguments["hidden"].device)
 
 
-def _compute(descriptor: _Linear, arguments: Mapping[str, Any]) -> None:
-    hidden, weight, bias = arguments["hidden"], arguments["weight"], arguments.get("bias")
-    gradient = "dlosses" in arguments
-    step = max(min(chunk_rows(descriptor), descriptor.rows), 1)
-    chunks = -(-descriptor.rows // step)
-    if chunks:
-        # Under the operation's own name and with the row's place among all, before a chunk does.
-        report_targets(descriptor.operation, arguments["targets"], descriptor.classes, descriptor.ignore_index)
-    work = arguments["losses"].dtype
-    logits_of_all = torch.empty((step, descriptor.classes), dtype=hidden.dtype, device=hidden.device)
-    if gradient:
-        dweight = _WeightGradient(arguments["dweight"], chunks)
-        dbias = torch.zeros(descriptor.classes, dtype=work, device=hidden.device)
-    else:
-        state = torch.empty((4, step), dtype=work, device=hidden.device)
-    whole = descriptor.logits.validated()
-    for start in range(0, descriptor.rows, step):
-        part = slice(start, min(start + step, descriptor.rows))
-        count = part.stop - part.start
-        logits = logits_of_all[:count]
-        torch.mm(hidden[part], weight.t(), out=logits)
-        if bias is not None:
-            logits += bias
-        given = {"logits": logits, "targets": arguments["targets"][part], "losses": arguments["losses"][part]}
+class _Problem:
+    """A call: the plan's arguments, and what is held."""
+
+    def __init__(self, descriptor: _Linear, arguments: Mapping[str, Any]) -> None:
+        self._descriptor, self._arguments = descriptor, arguments
+        self._whole = descriptor.logits.validated()
+        self._hidden, self._weight, self._targets = (arguments[name] for name in ("hidden", "weight", "targets"))
+        self._size = pieces(descriptor)
+        self._gradient = "dlosses" in arguments
+        self._state = self._hidden.new_empty((STATE, descriptor.rows), dtype=arguments["losses"].dtype)
+        self._logits, self._kept = self._reserved()
+
+    def _reserved(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the logits of a chunk, room for gradients between the passes); both lie in dweight if they can."""
+        chunk, features, classes = self._size.rows, self._descriptor.features, self._descriptor.classes
+        nothing = self._hidden.new_empty(0)
+        if self._gradient and self._size.classes < classes and self._arguments["dweight"].is_contiguous():
+            kept = self._arguments["dweight"].view(-1)
+            if chunk <= features:
+                first = (features - chunk) * classes
+                return kept[first:].view(chunk, classes), kept[:first]
+            nothing = kept
+        return self._hidden.new_empty((chunk, classes)), nothing
+
+    def compute(self) -> None:
+        """Both passes."""
+        descriptor, chunk = self._descriptor, self._size.rows
+        if descriptor.rows:
+            # Under the operation's own name and with the row's place among all, before a chunk does.
+            report_targets(descriptor.operation, self._targets, descriptor.classes, descriptor.ignore_index)
+        for start in range(0, descriptor.rows, chunk):
+            self._rows(slice(start, min(start + chunk, descriptor.rows)))
+        if self._gradient:
+            for part, dlogits in self._slabs():
+                torch.mm(dlogits.t(), self._hidden, out=self._arguments["dweight"][part])
+                if descriptor.biased:
+                    self._arguments["dbias"][part] = dlogits.sum(0, dtype=self._state.dtype)
+
+    def _rows(self, part: slice) -> None:
+        """Losses, states and dhidden of a chunk of rows."""
+        arguments, logits = self._arguments, self._logits[: part.stop - part.start]
+        self._compute_logits(part, slice(0, self._whole.classes), logits)
+        given = {"logits": logits, "targets": self._targets[part], "losses": arguments["losses"][part]}
+        given["state"] = self._state[:, part]
         if "class_weight" in arguments:
             given["weight"] = arguments["class_weight"]
-        chunk = dataclasses.replace(whole, shape=(count, descriptor.classes))
-        if not gradient:
-            cross_entropy(chunk, given | {"state": state[:, :count]})
-            continue
+        chunk = dataclasses.replace(self._whole, shape=tuple(logits.shape))
+        if not self._gradient:
+            cross_entropy(chunk, given)
+            return
         fields = [getattr(chunk, field.name) for field in dataclasses.fields(chunk)]
         given |= {"dlosses": arguments["dlosses"][part], "dlogits": logits}
         cross_entropy(CrossEntropyGradientDescriptor(*fields), given)
-        torch.mm(logits, weight, out=arguments["dhidden"][part])
-        dweight.add(logits, hidden[part])
-        if bias is not None:
-            dbias += logits.sum(0, dtype=work)
-    if gradient:
-        dweight.finish()
-        if bias is not None:
-            arguments["dbias"].copy_(dbias)
+        torch.mm(logits, self._weight, out=arguments["dhidden"][part])
+        for slab in self._slab_parts():
+            if (kept := self._kept_gradients(slab)) is not None:
+                kept[part] = logits[:, slab]
+
+    def _compute_logits(self, rows: slice, classes: slice, out: torch.Tensor) -> None:
+        torch.mm(self._hidden[rows], self._weight[classes].t(), out=out)
+        if self._descriptor.biased:
+            out += self._arguments["bias"][classes]
+
+    def _slab_parts(self) -> list[slice]:
+        width, classes = self._size.classes, self._descriptor.classes
+        return [slice(start, min(start + width, classes)) for start in range(0, classes, width)]
+
+    def _kept_gradients(self, slab: slice) -> torch.Tensor | None:
+        """Where the gradients of a slab's logits are kept between the passes."""
+        rows = self._descriptor.rows
+        if slab.stop * rows > self._kept.numel():
+            return None
+        return self._kept[slab.start * rows : slab.stop * rows].view(rows, slab.stop - slab.start)
+
+    def _slabs(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The gradients of the logits, slab by slab; dweight of a slab may be written before the next is asked for."""
+        rows, features = self._descriptor.rows, self._descriptor.features
+        slabs = self._slab_parts()
+        if len(slabs) == 1:
+            yield slabs[0], self._logits[:rows]
+            return
+        place = self._hidden.new_empty(rows * self._size.classes)
+        # In the order in which dweight takes the place of gradients that have been used, never of those to come.
+        for slab in slabs if rows >= features else reversed(slabs):
+            dlogits = place[: rows * (slab.stop - slab.start)].view(rows, slab.stop - slab.start)
+            kept = self._kept_gradients(slab)
+            if kept is None:
+                self._gradients_again(slab, dlogits)
+            elif slab.start * rows < slab.stop * features and slab.start * features < slab.stop * rows:
+                dlogits.copy_(kept)  # where the slab's own dweight goes
+            else:
+                dlogits = kept
+            yield slab, dlogits
+
+    def _gradients_again(self, slab: slice, out: torch.Tensor) -> None:
+        arguments = self._arguments
+        self._compute_logits(slice(None), slab, out)
+        given = {"logits": out, "targets": self._targets, "state": self._state, "dlogits": out}
+        given["dlosses"] = arguments["dlosses"]
+        if "class_weight" in arguments:
+            given["weight"] = arguments["class_weight"][slab]
+        cross_entropy_backward_in_part(self._whole, slab.start, given)

@@ -119,6 +119,18 @@ def _target(
 
 
 @triton.jit
+def _target_in_part(
+    target_ptr, row, inside, outer, outer_shape, t_inner, t_outer, first, n, ignore_index,
+):  # fmt: skip
+    """(targets among the n classes from `first` on, -1 where there is none; rows that are kept) of this program."""
+    pointers = target_ptr + memory.outer_offset(outer, outer_shape, t_outer) + row * t_inner
+    target = tl.load(pointers, mask=inside, other=0).to(tl.int64)
+    kept = inside & (target != memory.wide_int(ignore_index))
+    target -= first
+    return tl.where(kept & (target >= 0) & (target < n), target, -1), kept
+
+
+@triton.jit
 def _gradient(
     x, column, target, own, kept, q, m, base, floor, bias, r, r_low, largest, factor, g, keep, spread,
     MODE: tl.constexpr, short: tl.constexpr, NATIVE: tl.constexpr,
@@ -184,6 +196,7 @@ def forward(
     dx_outer,
     MODE: tl.constexpr,
     FUSED: tl.constexpr,
+    STATE: tl.constexpr,
     WEIGHTED: tl.constexpr,
     Z: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -196,7 +209,7 @@ def forward(
     LONG: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """The losses with the states or, FUSED, with the gradients. HELD: a tile holds the rows. Z: with a z-loss."""
+    """The losses with, STATE, the states and, FUSED, the gradients. HELD: a tile holds the rows. Z: with a z-loss."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     short: tl.constexpr = dtype.primitive_bitwidth == 16
     work: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
@@ -322,6 +335,18 @@ def forward(
 
     loss_ptr += memory.outer_offset(outer, outer_shape, loss_outer)
     tl.store(loss_ptr + row * loss_inner, ops.narrow(tl.where(kept, loss, 0.0), work, False), mask=inside)
+    if STATE:
+        places = state_ptr + memory.outer_offset(outer, outer_shape, state_outer) + row * state_inner
+        part = memory.wide_int(state_part)
+        low = r_low
+        if short:
+            low = tl.full(r.shape, 0.0, work)
+        m_kept = tl.where(valid, m, float("nan"))
+        low = tl.where(valid, low, float("nan"))
+        tl.store(places, ops.narrow(tl.where(kept, m_kept, 0.0), work, False), mask=inside)
+        tl.store(places + part, ops.narrow(tl.where(kept, r, 0.0), work, False), mask=inside)
+        tl.store(places + 2 * part, ops.narrow(tl.where(kept, low, 0.0), work, False), mask=inside)
+        tl.store(places + 3 * part, ops.narrow(tl.where(kept, total, 0.0), work, False), mask=inside)
     if FUSED:
         dloss_ptr += memory.outer_offset(outer, outer_shape, g_outer)
         g = tl.load(dloss_ptr + row * g_inner, mask=inside, other=0.0)
@@ -344,20 +369,9 @@ def forward(
             )  # fmt: skip
             pointers = _pointers(dx_ptr, row, column + start, dx_inner, dx_axis, INNER, VEC)
             tl.store(pointers, ops.narrow(dx, dtype, NATIVE), mask=mask)
-    else:
-        pointers = state_ptr + memory.outer_offset(outer, outer_shape, state_outer) + row * state_inner
-        part = memory.wide_int(state_part)
-        if short:
-            r_low = tl.where(valid, 0.0, float("nan"))
-        m = tl.where(valid, m, float("nan"))
-        r_low = tl.where(valid, r_low, float("nan"))
-        tl.store(pointers, ops.narrow(tl.where(kept, m, 0.0), work, False), mask=inside)
-        tl.store(pointers + part, ops.narrow(tl.where(kept, r, 0.0), work, False), mask=inside)
-        tl.store(pointers + 2 * part, ops.narrow(tl.where(kept, r_low, 0.0), work, False), mask=inside)
-        tl.store(pointers + 3 * part, ops.narrow(tl.where(kept, total, 0.0), work, False), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def backward(
     x_ptr,
     y_ptr,
@@ -368,6 +382,7 @@ def backward(
     state_ptr,
     dx_ptr,
     flag_ptr,
+    first,
     n,
     inner,
     ignore_index,
@@ -397,6 +412,7 @@ def backward(
     dx_outer,
     MODE: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    PART: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -405,7 +421,7 @@ def backward(
     VEC: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """The gradients from the states, in one pass; programs share long rows."""
+    """The gradients from the states, in one pass. PART: of the n classes from `first` on, whose weights are given."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     short: tl.constexpr = dtype.primitive_bitwidth == 16
     work: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
@@ -419,6 +435,13 @@ def backward(
     if MODE == PROBABILITIES:
         target, kept, bad = row * 0, inside, inside & (row < 0)
         own = tl.full(row.shape, 1.0, work)
+    elif PART:
+        target, kept = _target_in_part(
+            target_ptr, row, inside, outer, outer_shape, t_inner, t_outer, first, n, ignore_index
+        )  # fmt: skip
+        # The states of rows whose target is no class are NaN.
+        bad = inside & (row < 0)
+        own = tl.load(weight_ptr + tl.maximum(target, 0)) if WEIGHTED else tl.full(row.shape, 1.0, work)
     else:
         target, kept, bad = _target(
             target_ptr, flag_ptr, row, inside, outer, outer_shape, t_inner, t_outer, at_inner, at_outer, n,
@@ -439,6 +462,9 @@ def backward(
     for start in range(0, n, BLOCK):
         mask = _broad(inside) & (column + start < n)
         x = _load(x_ptr, row, column + start, x_inner, x_axis, mask, float("-inf"), INNER, VEC, NATIVE)
+        if PART:
+            # A logit that was computed a second time may exceed its row's maximum by its own error.
+            x = tl.minimum(x, _broad(m), propagate_nan=tl.PropagateNan.ALL)
         q = x
         if MODE != HARD:
             q = _distribution(

@@ -3,6 +3,7 @@
 The rules pick tiles from shape, dtype and architecture; nothing is timed at run time, and no choice changes a bit.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ import torch
 
 from isograd import faults
 from isograd.losses import triton_cross_entropy as kernels
-from isograd.losses.cross_entropy_plans import _CrossEntropy, scalars
+from isograd.losses.cross_entropy_plans import CrossEntropyDescriptor, _CrossEntropy, scalars
 from isograd.numerics.constants import SHORT_ROW
 from isograd.reduction import cuda as reduction
 from isograd.softmax.triton_launch import Configuration, clustered, configuration, resident
@@ -46,6 +47,11 @@ class _Problem(NamedTuple):
         return self.rows.outer * -(-self.rows.inner // self.config.rows)
 
     @property
+    def stateful(self) -> bool:
+        """Whether there is a state."""
+        return self.state_part > 0
+
+    @property
     def sizes(self) -> tuple[Any, ...]:
         """What follows the tensors."""
         return (self.n, self.rows.inner, self.ignore_index, self.code, self.state_part, *self.rows.strides)
@@ -72,13 +78,13 @@ def _contiguous(n: int, problem: Rows) -> bool:
 def _forward(problem: _Problem, fused: bool) -> Specification:
     held = problem.n <= problem.config.block
     long_row = problem.n > (SHORT_ROW if problem.itemsize == 2 else _INT32_ROW)
-    flags = (problem.mode, fused, problem.weighted, problem.z)
+    flags = (problem.mode, fused, problem.stateful, problem.weighted, problem.z)
     tail = (*problem.sizes, *flags, *problem.tile, held, long_row, problem.config.native)
     return Specification(tail, problem.programs, problem.config.warps)
 
 
-def _backward(problem: _Problem) -> Specification:
-    tail = (*problem.sizes, problem.mode, problem.weighted, *problem.tile, problem.config.native)
+def _backward(problem: _Problem, in_part: bool) -> Specification:
+    tail = (*problem.sizes, problem.mode, problem.weighted, in_part, *problem.tile, problem.config.native)
     return Specification(tail, problem.programs, problem.config.warps)
 
 
@@ -159,7 +165,9 @@ class _Staged(NamedTuple):
     n_rows: int
     n: int
     ignore_index: int
+    state_part: int
     strides: tuple[int, ...]
+    stateful: bool
     weighted: bool
     z: bool
     config: Configuration
@@ -173,8 +181,8 @@ class _Staged(NamedTuple):
         masked = config.block * config.ctas != self.n
         tile = (config.block, config.ctas, config.group, config.vector, masked)
         layouts = (gluon_kernels.layout_of(config), gluon_kernels.shared_layout_of(config))
-        sizes = (self.n_rows, self.n, self.ignore_index, *self.strides)
-        return (*sizes, self.weighted, self.z, *tile, *layouts)
+        sizes = (self.n_rows, self.n, self.ignore_index, self.state_part, *self.strides)
+        return (*sizes, self.stateful, self.weighted, self.z, *tile, *layouts)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -193,14 +201,16 @@ def staged(problem: _Problem, arch: int, addresses: Sequence[int]) -> _Staged | 
     block = 1 << max(problem.n - 1, 0).bit_length()
     if itemsize == 8 or problem.n > longest or block * itemsize < 16384 or (itemsize == 2 and block <= 8192):
         return None
-    logits, _, target, _, dlosses, losses, _, dlogits = layout.inner_strides
-    steps = (logits * itemsize, dlogits * itemsize, *addresses)
+    logits, _, target, _, dlosses, losses, state, dlogits = layout.inner_strides
+    # The length too: the last columns of a row are told from what follows it by whole accesses.
+    steps = (problem.n * itemsize, logits * itemsize, dlogits * itemsize, *addresses)
     if {layout.axis_strides[0], layout.axis_strides[-1]} != {1} or any(s % 16 for s in steps):
         return None
-    strides = (logits, target, dlosses, losses, dlogits)
+    strides = (logits, target, dlosses, losses, state, dlogits)
     warps = 16 if 16384 < block * itemsize <= 65536 else 4
     config = clustered("staged", block, itemsize, 128, warps, 128)
-    return _Staged(layout.inner, problem.n, problem.ignore_index, strides, problem.weighted, problem.z, config)
+    sizes = (layout.inner, problem.n, problem.ignore_index, problem.state_part)
+    return _Staged(*sizes, strides, problem.stateful, problem.weighted, problem.z, config)
 
 
 _PREPARED_LIMIT = 1024
@@ -254,37 +264,65 @@ _BACKWARD = ("logits", "probabilities", "targets", "position", "dlosses", "state
 def cross_entropy(descriptor: _CrossEntropy, arguments: Mapping[str, Any], config: Configuration | None = None) -> None:
     """Any of the three operations on the plan's arguments, on the current stream of their device.
 
-    Whoever calls this for a user calls `faults.after_launch` next.
+    The one that returns losses and gradients at once writes the state too where it is given one. Whoever calls this for
+    a user calls `faults.after_launch` next.
     """
     x, targets, weight = arguments["logits"], arguments["targets"], arguments.get("weight")
     if descriptor.rows == 0:
         return
+    if descriptor.operation == "cross_entropy_backward":
+        _launch_backward(descriptor, arguments, numbers(descriptor, weight, x.device), None, config)
+        return
     flag = faults.flag(x.device)
     constants = numbers(descriptor, weight, x.device)
-    # What is absent is never looked at, but an address has to stand there.
+    fused = descriptor.operation == "cross_entropy_gradient"
+    losses = arguments["losses"]
+    problem = _describe(descriptor, arguments, _FORWARD, config)
+    dlosses, state = arguments.get("dlosses", losses), arguments.get("state", losses)
+    dlogits = arguments.get("dlogits", x)
+    places = (x.data_ptr(), dlogits.data_ptr()) if fused and config is None else ()
+    long_rows = staged(problem, architecture(x), places) if places else None
+    if long_rows is None:
+        tensors = (*_common(descriptor, arguments, constants, flag), dlosses, losses, state, dlogits, flag)
+        launch(kernels.forward, tensors, _forward, problem, fused)
+        return
+    report_targets(descriptor.operation, targets.reshape(-1), descriptor.classes, descriptor.ignore_index)
+    weights = constants if weight is None else weight.contiguous()
+    _launch_staged(long_rows, (x, targets, weights, constants, dlosses, losses, state, dlogits))
+
+
+def cross_entropy_backward_in_part(
+    descriptor: CrossEntropyDescriptor, first: int, arguments: Mapping[str, Any]
+) -> None:
+    """The gradient of some classes' logits, as many as `arguments` have from class `first` of the descriptor's on.
+
+    The state is that of whole rows, which reported targets that are no class; weights are those of the same classes.
+    The logits may differ from those of the state by rounding.
+    """
+    constants = numbers(descriptor, None, arguments["logits"].device)
+    part = dataclasses.replace(descriptor, shape=arguments["logits"].shape)
+    if part.rows:
+        _launch_backward(part, arguments, constants, first, None)
+
+
+def _common(
+    descriptor: _CrossEntropy, arguments: Mapping[str, Any], constants: torch.Tensor, flag: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """What the kernels begin with. What is absent is never looked at, but an address has to stand there."""
+    x, targets, weight = arguments["logits"], arguments["targets"], arguments.get("weight")
     y, index = (x, targets) if descriptor.by_index else (targets, flag)
-    common = (x, y, index, constants if weight is None else weight.contiguous(), constants)
-    if descriptor.operation == "cross_entropy_backward":
-        problem = _describe(descriptor, arguments, _BACKWARD, config)
-        given = (arguments["dlosses"], arguments["state"], arguments["dlogits"])
-        launch(kernels.backward, (*common, *given, flag), _backward, problem)
-    else:
-        fused = descriptor.operation == "cross_entropy_gradient"
-        losses = arguments["losses"]
-        problem = _describe(descriptor, arguments, _FORWARD, config)
-        tensors = (
-            *common,
-            arguments.get("dlosses", losses),
-            losses,
-            arguments.get("state", losses),
-            arguments.get("dlogits", x),
-            flag,
-        )
-        places = (x.data_ptr(), arguments["dlogits"].data_ptr()) if fused and config is None else ()
-        long_rows = staged(problem, architecture(x), places) if places else None
-        if long_rows is None:
-            launch(kernels.forward, tensors, _forward, problem, fused)
-            return
-        report_targets(descriptor.operation, targets.reshape(-1), descriptor.classes, descriptor.ignore_index)
-        dlosses, dlogits = arguments["dlosses"], arguments["dlogits"]
-        _launch_staged(long_rows, (x, targets, common[3], constants, dlosses, losses, dlogits))
+    return x, y, index, constants if weight is None else weight.contiguous(), constants
+
+
+def _launch_backward(
+    descriptor: _CrossEntropy,
+    arguments: Mapping[str, Any],
+    constants: torch.Tensor,
+    first: int | None,
+    config: Configuration | None,
+) -> None:
+    flag = faults.flag(arguments["logits"].device)
+    problem = _describe(descriptor, arguments, _BACKWARD, config)
+    given = (arguments["dlosses"], arguments["state"], arguments["dlogits"], flag)
+    tensors = (*_common(descriptor, arguments, constants, flag), *given)
+    launch(kernels.backward, tensors, _backward, problem, first is not None, numbers=(first or 0,))

@@ -1,5 +1,6 @@
 """How the Triton kernels of divergences, gumbel_softmax and sparsemax are configured and launched."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from isograd.losses import (
 from isograd.losses.divergence_reference import divisor, temperature_of
 from isograd.reduction import cuda as reduction
 from isograd.reduction import triton_kernels as reduction_kernels
-from isograd.softmax.triton_kernels import softmax_backward
+from isograd.softmax.triton_kernels import softmax, softmax_backward
 from isograd.softmax.triton_launch import configuration
 from isograd.triton_launcher import (
     Launcher,
@@ -191,7 +192,7 @@ def distillation(descriptor: Any, arguments: Mapping[str, Any], size: Tile | Non
     Whoever calls this for a user calls `faults.after_launch` next.
     """
     x, backward = arguments["student"], descriptor.operation == "distillation_loss_backward"
-    leading, work = tuple(x.shape[:-1]), torch.float64 if x.dtype == torch.float64 else torch.float32
+    leading, work = tuple(x.shape[:-1]), _work(x)
     share = 1 if descriptor.reduction == "none" else divisor(descriptor.reduction, leading)
     if backward:
         if x.numel():
@@ -262,55 +263,85 @@ def _distillation_rows(
 def simplex(descriptor: Any, arguments: Mapping[str, Any], size: Tile | None = None) -> None:
     """gumbel_softmax, sparsemax or a gradient of theirs, on the current stream of the arguments' device."""
     tensors = [arguments[name] for name in (*descriptor.inputs, descriptor.output)]
-    like, operation, axis = tensors[-1], descriptor.operation, descriptor.axis
-    if like.numel() == 0:
+    if tensors[-1].numel() == 0:
         return
-    if operation == "gumbel_softmax_backward":
-        dy, y, dx = tensors
-        _gumbel_softmax_backward(dy, y, dx, axis, descriptor.tau)
-        return
-    work = "float64" if like.dtype == torch.float64 else "float32"
-    strides = [t.stride() for t in tensors]
-    numbers: tuple[int, ...] = ()
-    flags: tuple[bool, ...] = ()
-    whole = tuple(range(len(strides)))
-    module: Any = triton_gumbel if operation.startswith("gumbel") else triton_sparsemax
-    if operation.startswith("gumbel"):
-        of = np.float64 if work == "float64" else np.float32
-        with default_environment():
-            numbers = words_of(of(1) / of(descriptor.tau), work)
-    held = (8 if work == "float64" else 4) * len(descriptor.inputs)
-    if operation == "gumbel_softmax":
-        strides.insert(1, c_strides(like.shape))
-        whole = (0, 2)
-        each, n = 2 if work == "float64" else 4, like.shape[axis]
-        numbers = (*numbers, *halves(descriptor.seed), *halves(descriptor.offset))
-        # A block makes several numbers where an access holds neighbours, from the start of a block on.
-        neighbours = axis == like.dim() - 1 and n % each == 0 and descriptor.offset % each == 0
-        flags = (descriptor.hard, neighbours)
+    match descriptor.operation:
+        case "gumbel_softmax":
+            x, y = tensors
+            _gumbel_softmax(descriptor, x, y, size)
+        case "gumbel_softmax_backward":
+            dy, y, dx = tensors
+            _gumbel_softmax_backward(dy, y, dx, descriptor.axis, descriptor.tau)
+        case operation:
+            out, strides = tensors[-1], tuple([t.stride() for t in tensors])
+            kernel, whole = getattr(triton_sparsemax, f"{operation}_rows"), tuple(range(len(tensors)))
+            held = _work(out).itemsize * len(descriptor.inputs)
+            fixed = _Fixed(kernel, (), (), (), (), whole, held, (out.dtype,), architecture(out), size)
+            _rows(tuple(out.shape), strides, descriptor.axis, fixed)(*tensors)
+
+
+def _work(t: torch.Tensor) -> torch.dtype:
+    return torch.float64 if t.dtype == torch.float64 else torch.float32
+
+
+# --- gumbel_softmax --------------------------------------------------------------------------------------------------
+def _gumbel_softmax(descriptor: Any, x: torch.Tensor, y: torch.Tensor, size: Tile | None) -> None:
+    """In one kernel where a tile holds a row or the result is hard, else a softmax in place of perturbed logits."""
+    work, axis, shape = _work(y), descriptor.axis, tuple(y.shape)
+    of = np.float64 if work == torch.float64 else np.float32
+    with default_environment():
+        factor = words_of(of(1) / of(descriptor.tau), str(work).removeprefix("torch."))
+    numbers = (*factor, *halves(descriptor.seed), *halves(descriptor.offset))
+    strides = (x.stride(), c_strides(shape), y.stride())
+    # A block makes several numbers where an access holds neighbours, from the start of a block on.
+    each = 16 // work.itemsize
+    blocks = descriptor.offset % each == 0
+    neighbours = axis == y.dim() - 1 and shape[axis] % each == 0 and blocks
     fixed = _Fixed(
-        getattr(module, f"{operation}_rows"), (), (), flags, (), whole, held, (like.dtype,), architecture(like), size
+        *(triton_gumbel.gumbel_softmax_rows, (), (), (descriptor.hard, neighbours), (), (0, 2)),
+        *(work.itemsize, (y.dtype,), architecture(y), size),
     )
-    launcher = _simplex_rows(tuple(like.shape), tuple(strides), axis, fixed)
-    launcher(*tensors, numbers=numbers)
+    fixed = _gumbel_tile(shape, strides, axis, fixed)
+    if descriptor.hard or (fixed.tile is not None and shape[axis] <= fixed.tile.block):
+        _rows(shape, strides, axis, fixed)(x, y, numbers=numbers)
+        return
+    z = y if y.dtype == work else torch.empty_like(y, dtype=work)
+    _perturbed(shape, (*strides[:2], z.stride()), blocks, (x.dtype, architecture(x)))(x, z, numbers=numbers)
+    softmax(z, z, axis)
+    if z is not y:
+        _narrow(z, y)
+
+
+@kept
+def _gumbel_tile(shape: Strides, strides: tuple[Strides, ...], axis: int, fixed: _Fixed) -> _Fixed:
+    """The tile filled in, and whether its accesses hold whole blocks of numbers."""
+    problem, itemsize = rows(shape, strides, axis), fixed.dtypes[0].itemsize
+    size = fixed.tile or tile(shape[axis], problem, fixed.whole, fixed.held, itemsize, fixed.arch)
+    each = 2 if fixed.dtypes[0] == torch.float64 else 4
+    hard, neighbours = fixed.flags
+    return fixed._replace(tile=size, flags=(hard, neighbours and size.vector % each == 0))
+
+
+@kept
+def _perturbed(shape: Strides, strides: tuple[Strides, ...], blocks: bool, _: Any) -> Launcher:
+    n = math.prod(shape)
+    layout = _merged(shape, strides)
+    whole = blocks and layout[1:] == ((1,), (1,), (1,))
+    tail = (n, *layout, whole, _ELEMENTS)
+    return Launcher(triton_gumbel.perturbed_elements, Specification(tail, -(-n // _ELEMENTS)))
+
+
+def _narrow(z: torch.Tensor, out: torch.Tensor) -> None:
+    """Round values of the work type to the storage type."""
+    out.copy_(z)
+    out.masked_fill_(out.isnan(), float("nan"))  # whose bits torch's conversions do not keep
 
 
 def _gumbel_softmax_backward(dy: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, axis: int, tau: float) -> None:
     """The gradient of softmax in the work type, times 1 / tau, rounded to the storage type once."""
-    work = torch.float64 if dx.dtype == torch.float64 else torch.float32
+    work = _work(dx)
     of = np.float64 if work == torch.float64 else np.float32
     product = torch.empty_like(dx, dtype=work)
     softmax_backward(dy.to(work), y.to(work), product, axis)
     product.mul_(float(of(1) / of(tau)))
-    dx.copy_(product)
-    dx.masked_fill_(dx.isnan(), float("nan"))  # whose bits torch's conversions do not keep
-
-
-@kept
-def _simplex_rows(shape: Strides, strides: tuple[Strides, ...], axis: int, fixed: _Fixed) -> Launcher:
-    if len(fixed.flags) == 2 and fixed.flags[1]:
-        problem = rows(shape, strides, axis)
-        size = fixed.tile or tile(shape[axis], problem, fixed.whole, fixed.held, fixed.dtypes[0].itemsize, fixed.arch)
-        each = 2 if fixed.dtypes[0] == torch.float64 else 4
-        fixed = fixed._replace(tile=size, flags=(fixed.flags[0], size.vector % each == 0))
-    return _rows(shape, strides, axis, fixed)
+    _narrow(product, dx)

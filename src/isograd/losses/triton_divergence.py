@@ -12,23 +12,12 @@ import triton.language as tl
 from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
 from isograd.numerics import triton_terms as terms
-from isograd.numerics.triton_memory import wide_int
-
-
-@triton.jit
-def _offset(index, shape, strides):
-    """The offset of elements over merged dimensions, the last one fastest."""
-    offset = tl.zeros((), tl.int64)
-    for i in tl.static_range(len(shape) - 1):
-        rest = index // shape[len(shape) - 1 - i]
-        offset += (index - rest * shape[len(shape) - 1 - i]) * strides[len(shape) - 1 - i]
-        index = rest
-    return offset + index * strides[0]
+from isograd.numerics.triton_memory import element_offset, wide_int
 
 
 @triton.jit
 def _load(base, index, shape, strides, mask):
-    return ops.widen(tl.load(base + _offset(index, shape, strides), mask=mask, other=0.0), False)
+    return ops.widen(tl.load(base + element_offset(index, shape, strides), mask=mask, other=0.0), False)
 
 
 @triton.jit
@@ -58,7 +47,7 @@ def kl_terms(
     mask = index < n
     p = _terms(x_ptr, t_ptr, index, shape, x_strides, t_strides, mask, LOG)
     y = ops.narrow(p, out_ptr.dtype.element_ty, False)
-    tl.store(out_ptr + _offset(index, shape, out_strides), y, mask=mask)
+    tl.store(out_ptr + element_offset(index, shape, out_strides), y, mask=mask)
 
 
 @triton.jit
@@ -136,4 +125,4 @@ def kl_gradient(
         else:
             slope = _known(p, x, (ops.log(t) - x) + 1.0)
     dx = ops.narrow(g * slope, dx_ptr.dtype.element_ty, False)
-    tl.store(dx_ptr + _offset(index, shape, dx_strides), dx, mask=mask)
+    tl.store(dx_ptr + element_offset(index, shape, dx_strides), dx, mask=mask)

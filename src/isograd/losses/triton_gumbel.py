@@ -2,7 +2,8 @@
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """Gumbel-softmax in Triton; `gumbel_reference.py` is the definition, noise included.
 
-Rows that fit a tile (HELD) make their noise once; longer ones make it anew in each pass, which costs no memory.
+Rows that fit a tile (HELD) make their noise once. Of longer ones all elements are perturbed first, and a softmax in
+place follows; hard results make the noise twice instead, which costs no memory.
 """
 
 import triton
@@ -108,6 +109,12 @@ def _perturbed(
     return tl.where(mask, (x + g) * factor, float("-inf"))
 
 
+@triton.jit
+def _number(low, high):
+    """The number of a call's first element, which comes in int32 words."""
+    return (high.to(tl.int64) << 32) | (low.to(tl.int64) & tl.full((), 0xFFFFFFFF, tl.int64))
+
+
 # --- kernels ---------------------------------------------------------------------------------------------------------
 @triton.jit(do_not_specialize=["factor_low", "factor_high", "seed_low", "seed_high", "offset_low", "offset_high"])
 def gumbel_softmax_rows(
@@ -116,7 +123,10 @@ def gumbel_softmax_rows(
     HARD: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the result. The elements' numbers have strides as a tensor has; WHOLE: a row starts with a block."""
+    """Rows of the result that a tile holds, or hard ones of any length.
+
+    The elements' numbers have strides as a tensor has; WHOLE: a row starts with a block.
+    """
     work: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     factor = tiles.number(factor_low, factor_high, work)
     row, outer = tiles.place(inner, ROWS)
@@ -124,7 +134,7 @@ def gumbel_softmax_rows(
     inside = tiles.broad(row < inner)
     x_ptr += memory.outer_offset(outer, outer_shape, x_outer)
     y_ptr += memory.outer_offset(outer, outer_shape, y_outer)
-    offset = (offset_high.to(tl.int64) << 32) | (offset_low.to(tl.int64) & tl.full((), 0xFFFFFFFF, tl.int64))
+    offset = _number(offset_low, offset_high)
     offset += memory.outer_offset(outer, outer_shape, number_outer)
     index = tiles.broad(offset + row * number_inner) + column * number_axis
     held = _perturbed(
@@ -143,39 +153,49 @@ def gumbel_softmax_rows(
             )  # fmt: skip
             best = tiles.larger(best, z)
     m, valid = tiles.maximum(best)
-    base, floor, bias = rows.row_shift(m, False)
-    high_sum = tl.zeros((BLOCK // GROUP, ROWS), tl.int64)
-    low_sum = high_sum
-    place = tl.full((BLOCK // GROUP, ROWS), 0x7FFFFFFFFFFFFFFF, tl.int64)
-    for start in range(0, stop, BLOCK):
-        z = held
-        if not HELD:
-            mask = inside & (column + start < n)
-            z = _perturbed(
-                x_ptr, row, column + start, x_inner, x_axis, mask, index + start * memory.wide_int(number_axis), factor,
-                seed_low, seed_high, WHOLE, work,
-            )  # fmt: skip
-        if HARD:
-            at = tl.where(z == tiles.broad(m), column + start, 0x7FFFFFFFFFFFFFFF)
-            place = tl.minimum(place, tl.min(tl.min(at, axis=3), axis=2))
-        else:
-            _, high, low = tiles.exponentials(z, base, floor, bias)
-            high_sum += high
-            low_sum += low
-    first = tl.min(place, axis=0)
-    hi, lo = rows.wide_sum(high_sum, low_sum, work)
-    r, r_low, largest = tiles.factors(hi, lo, m, base, floor, bias, valid, work)
-    for start in range(0, stop, BLOCK):
-        mask = inside & (column + start < n)
-        if HARD:
-            y = tl.where(column + start == tiles.broad(first), 1.0, 0.0).to(work)
-            y = tl.where(tiles.broad(valid), y, float("nan"))
-        else:
+    if HARD:
+        place = tl.full((BLOCK // GROUP, ROWS), 0x7FFFFFFFFFFFFFFF, tl.int64)
+        for start in range(0, stop, BLOCK):
             z = held
             if not HELD:
+                mask = inside & (column + start < n)
                 z = _perturbed(
                     x_ptr, row, column + start, x_inner, x_axis, mask, index + start * memory.wide_int(number_axis),
                     factor, seed_low, seed_high, WHOLE, work,
                 )  # fmt: skip
-            y = tiles.probabilities(z, m, base, floor, bias, r, r_low, largest)
-        tiles.store(y_ptr, row, column + start, y_inner, y_axis, mask, y)
+            at = tl.where(z == tiles.broad(m), column + start, 0x7FFFFFFFFFFFFFFF)
+            place = tl.minimum(place, tl.min(tl.min(at, axis=3), axis=2))
+        first = tl.min(place, axis=0)
+        for start in range(0, stop, BLOCK):
+            y = tl.where(column + start == tiles.broad(first), 1.0, 0.0).to(work)
+            y = tl.where(tiles.broad(valid), y, float("nan"))
+            tiles.store(y_ptr, row, column + start, y_inner, y_axis, inside & (column + start < n), y)
+    else:
+        tl.static_assert(HELD)
+        base, floor, bias = rows.row_shift(m, False)
+        _, high, low = tiles.exponentials(held, base, floor, bias)
+        hi, lo = rows.wide_sum(high, low, work)
+        r, r_low, largest = tiles.factors(hi, lo, m, base, floor, bias, valid, work)
+        y = tiles.probabilities(held, m, base, floor, bias, r, r_low, largest)
+        tiles.store(y_ptr, row, column, y_inner, y_axis, inside & (column < n), y)
+
+
+@triton.jit(do_not_specialize=["factor_low", "factor_high", "seed_low", "seed_high", "offset_low", "offset_high"])
+def perturbed_elements(
+    x_ptr, z_ptr, factor_low, factor_high, seed_low, seed_high, offset_low, offset_high, count, shape, x_strides,
+    number_strides, z_strides, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(x + g) / tau of every element, in the work type. WHOLE: elements and their numbers follow one another."""
+    work: tl.constexpr = z_ptr.dtype.element_ty
+    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = position < count
+    x = ops.widen(tl.load(x_ptr + memory.element_offset(position, shape, x_strides), mask=mask, other=0.0), False)
+    index = _number(offset_low, offset_high) + memory.element_offset(position, shape, number_strides)
+    if WHOLE:
+        each: tl.constexpr = 2 if work == tl.float64 else 4
+        g = _noise_of_neighbours(tl.reshape(index, (BLOCK // each, 1, 1, each)), seed_low, seed_high, work)
+        g = tl.reshape(g, (BLOCK,))
+    else:
+        g = _noise(index, seed_low, seed_high, work)
+    z = (x + g) * tiles.number(factor_low, factor_high, work)
+    tl.store(z_ptr + memory.element_offset(position, shape, z_strides), z, mask=mask)

@@ -29,6 +29,17 @@ def outer_offset(outer, shape, strides):
 
 
 @triton.jit
+def element_offset(index, shape, strides):
+    """The offset of elements over merged dimensions, the last one fastest."""
+    offset = tl.zeros((), tl.int64)
+    for i in tl.static_range(len(shape) - 1):
+        rest = index // shape[len(shape) - 1 - i]
+        offset += (index - rest * shape[len(shape) - 1 - i]) * strides[len(shape) - 1 - i]
+        index = rest
+    return offset + index * strides[0]
+
+
+@triton.jit
 def place(inner, k, ROWS: tl.constexpr, K: tl.constexpr):
     """(rows [ROWS, 1] on the inner axis, sources [1, K] of each, index over the outer axes) of this program."""
     pid = tl.program_id(0).to(tl.int64)

@@ -40,7 +40,7 @@ def round_term_bits(p, scale: tl.constexpr):
 
 @triton.jit
 def round_to_int32(x, NATIVE: tl.constexpr):
-    """rint(x) for 0 <= x <= 2**30."""
+    """rint(x) for |x| <= 2**30; NATIVE: larger numbers give the int32 that is nearest, NaN gives 0."""
     if NATIVE:
         return tl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [x], dtype=tl.int32, is_pure=True, pack=1)
     else:

@@ -40,6 +40,7 @@ _PACKED = _Shape(1, 2, 1, 90, 160, 40, 32)
 _OPTIONS: tuple[tuple[str, _Shape, AttentionOptions, tuple[str, ...]], ...] = (
     ("full", _Shape(2, 2, 2, 130, 130, 64, 64), AttentionOptions(), ()),
     ("one query", _Shape(2, 4, 1, 1, 200, 72, 72), AttentionOptions(causal=True), ()),
+    ("three keys", _Shape(2, 3, 3, 70, 3, 16, 16), AttentionOptions(scale=0.125), ()),
     ("causal, grouped heads", _SMALL, AttentionOptions(causal=True), ()),
     ("causal, upper left", _SMALL, AttentionOptions(causal=True, window=(9, None), alignment="upper_left"), ()),
     ("rows that see nothing", _Shape(2, 4, 2, 150, 70, 16, 24), AttentionOptions(causal=True), ()),
@@ -101,6 +102,11 @@ def _delta_cases(dtype: str) -> Iterator[Case]:
     for stream, shape in enumerate(((2, 3, 40, 16), (1, 2, 33, 64), (1, 1, 20, 256)), 990):
         inputs = {"o": store(normal(shape, stream), dtype), "do": store(1e3 * normal(shape, stream + 3), dtype)}
         yield Case(" x ".join(map(str, shape)), inputs)
+    rows = store(normal((1, 1, 30, 64), 993), dtype)
+    rows[..., 32:] = rows[..., :32]
+    signs = np.where(np.arange(64) < 32, 1.0, -1.0)
+    others = np.ldexp(np.tile(normal((1, 1, 30, 32), 994), 2) * signs, np.arange(30)[:, None] - 20)
+    yield Case("terms that cancel", {"o": rows, "do": store(others, dtype)})
     special = normal((1, 1, 5, 16), 998).copy()
     special[0, 0, range(3), [0, 7, 15]] = [np.nan, np.inf, -np.inf]
     special[0, 0, 3, :2] = [np.inf, -np.inf]

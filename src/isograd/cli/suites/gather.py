@@ -100,7 +100,7 @@ def _backward_cases(dtype: str) -> Iterator[Case]:
         options: dict[str, Any] = {"shape": x.shape, "axis": axis}
         yield Case(name, {"indices": indices, "dv": values}, options)
         if name == "distinct":
-            yield Case("distinct, as promised", {"indices": indices, "dv": values}, options | {"unique": True})
+            yield Case("distinct, as promised", {"indices": indices, "dv": values}, options | {"unique_indices": True})
 
 
 def _scatter_cases(dtype: str) -> Iterator[Case]:
@@ -171,7 +171,7 @@ def _order(case: Case) -> Iterator[Change]:
 def _padding(case: Case) -> Iterator[Change]:
     """Every source once more, with the value 0, which adds nothing."""
     axis = case.options.get("axis", 0)
-    if case.options.get("unique"):
+    if case.options.get("unique_indices"):
         return
     source = _source(case)
     indices, values = case.inputs["indices"], case.inputs[source]
@@ -253,7 +253,12 @@ def _take_descriptor(case: Case, dtype: str) -> Descriptor:
 def _backward_descriptor(case: Case, dtype: str) -> Descriptor:
     indices, options = case.inputs["indices"], case.options
     return TakeAlongAxisBackwardDescriptor(
-        options["shape"], indices.shape, dtype, indices.dtype.name, options["axis"], options.get("unique", False)
+        options["shape"],
+        indices.shape,
+        dtype,
+        indices.dtype.name,
+        options["axis"],
+        options.get("unique_indices", False),
     )
 
 
@@ -277,7 +282,7 @@ def _sum_descriptor(case: Case, dtype: str) -> Descriptor:
 
 def _backward_of(function: Callable[..., Array]) -> Callable[..., Array]:
     # Distinct indices have no other arithmetic.
-    return lambda indices, dv, shape, axis, unique=False: function(dv, indices, shape, axis)
+    return lambda indices, dv, shape, axis, unique_indices=False: function(dv, indices, shape, axis)
 
 
 def _scatter_of(function: Callable[..., Array]) -> Callable[..., Array]:
