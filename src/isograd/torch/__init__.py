@@ -10,10 +10,10 @@
         loss = model(batch)
     print(switch.report())                    # what was replaced and what was not, and why
 
-Softmaxes; attention; gather, scatter_add, index_add, embedding and their relatives; topk and mixture-of-experts routing;
-cross entropy, divergences, gumbel_softmax and sparsemax. First derivatives have the library's bits, and so have all those
-of linear operations; other second derivatives are written with torch's own sums, so their bits are torch's business and
-may differ between machines.
+Softmaxes; attention; gather, scatter_add, index_add, embedding and their relatives; topk and mixture-of-experts
+routing; cross entropy, divergences, gumbel_softmax and sparsemax. First derivatives have the library's bits, and so
+have all those of linear operations; other second derivatives are written with torch's own sums, so their bits are
+torch's business and may differ between machines.
 """
 
 try:
