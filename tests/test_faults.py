@@ -42,6 +42,15 @@ def test_a_first_use_inside_a_capture_is_refused(monkeypatch) -> None:
         faults.flag(torch.device("cuda", 63))
 
 
+def test_devices_have_flags_of_their_own(monkeypatch) -> None:
+    torch = pytest.importorskip("torch", reason="needs torch")
+    monkeypatch.setattr(faults, "_flags", {})
+    meta, cpu = faults.flag(torch.device("meta", 0)), faults.flag(torch.device("cpu"))
+    assert meta.device.type == "meta"
+    assert faults.flag(torch.device("meta", 0)) is meta
+    assert cpu is not meta
+
+
 def test_codes_are_numbers_of_operation_and_argument() -> None:
     first = faults.code("some_operation", "targets", negative=False)
     assert first > 0

@@ -253,7 +253,12 @@ def overlaps_itself(array: Any) -> bool:
 
 
 def _disjoint(a: Any, b: Any) -> bool:
-    """Whether two tensors obviously share no memory: one ends before the other starts, or starts before it."""
+    """Whether two tensors obviously share no memory: one ends before the other starts, or starts before it.
+
+    On an Apple GPU a storage's address is the handle of a buffer: distances mean something within one storage alone.
+    """
+    if a.device.type == "mps" and a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return True
     first, second = a.data_ptr(), b.data_ptr()
     if first > second:
         a, first, second = b, second, first

@@ -26,7 +26,7 @@ class _Source(NamedTuple):
 
 _lock = threading.Lock()
 _sources: list[_Source] = []
-_flags: dict[int, torch.Tensor] = {}
+_flags: dict[tuple[str, int | None], torch.Tensor] = {}
 _debugging = False
 
 
@@ -46,30 +46,30 @@ def flag(device: torch.device) -> torch.Tensor:
     Raises RecordingError where the first use of a device is inside the capture of a CUDA graph: memory cannot be
     allocated there, and kernels are compiled before a capture anyway.
     """
-    index = -1 if device.type == "cpu" else device.index
-    found = _flags.get(index)
-    return found if found is not None else _new_flag(device, index)
+    key = device.type, device.index
+    found = _flags.get(key)
+    return found if found is not None else _new_flag(device, key)
 
 
-def _new_flag(device: torch.device, index: int) -> torch.Tensor:
+def _new_flag(device: torch.device, key: tuple[str, int | None]) -> torch.Tensor:
     import torch
 
     with _lock:
-        if index in _flags:
-            return _flags[index]
-        if index < 0:
-            _flags[index] = torch.zeros(4, dtype=torch.int64)
+        if key in _flags:
+            return _flags[key]
+        if device.type != "cuda":  # one stream, or none
+            _flags[key] = torch.zeros(4, dtype=torch.int64, device=device)
         else:
             if torch.cuda.is_current_stream_capturing():
                 raise RecordingError(
-                    f"the first call with indices on cuda:{index} is inside a CUDA graph's capture; call it once before"
+                    f"the first call with indices on {device} is inside a CUDA graph's capture; call it once before"
                 )
             # On a stream of its own, which is waited for: no other stream may meet the flag before its zeros.
             stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
-                _flags[index] = torch.zeros(4, dtype=torch.int64, device=device)
+                _flags[key] = torch.zeros(4, dtype=torch.int64, device=device)
             stream.synchronize()
-        return _flags[index]
+        return _flags[key]
 
 
 def after_launch(device: torch.device) -> None:
@@ -78,7 +78,7 @@ def after_launch(device: torch.device) -> None:
         return
     import torch
 
-    if device.type == "cpu" or not torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         check()
 
 
@@ -88,8 +88,8 @@ def check() -> None:
     Waits for every GPU that isograd has used. The error names the operation, the argument, the flat position and the
     value of one such index. Without a GPU there is nothing to find: the CPU raises where the index is given.
     """
-    for index, found in list(_flags.items()):
-        if index >= 0:
+    for (kind, index), found in list(_flags.items()):
+        if kind == "cuda":
             import torch
 
             torch.cuda.synchronize(index)

@@ -199,7 +199,7 @@ class Plan:
     def select(cls, descriptor: Any, device: str = "cpu", preference: str | None = None) -> Self:
         """Validate a descriptor and choose a kernel for it.
 
-        `device` is "cpu" or "cuda"; a plan for "cuda" runs on whichever GPU holds its arguments.
+        `device` is "cpu", "cuda" or "mps"; a plan for "cuda" runs on whichever GPU holds its arguments.
         `preference` names a kernel (see `isograd kernels`); it is taken or, if it cannot serve, an UnsupportedError
         says why. InvalidProblemError: the descriptor makes no sense. UnsupportedError: nothing registered serves it.
         """
@@ -230,7 +230,7 @@ class Plan:
     def run(self, *, workspace: Any = None, stream: Any = None, **arguments: Any) -> None:
         """Check the arguments, then compute into the output array.
 
-        The arguments are NumPy arrays or torch tensors on the CPU, and tensors of one GPU for a plan for "cuda".
+        The arguments are NumPy arrays or torch tensors on the CPU, and tensors of one GPU for "cuda" and "mps".
         Gradients are not recorded (`isograd.torch` does that). `workspace` is a contiguous byte array or tensor of at
         least `workspace_size` bytes, 64-byte aligned; without one the kernel allocates what it needs. `stream` is the
         device's stream object (`torch.cuda.Stream`), by default the current one of the arguments' device; the CPU has

@@ -32,18 +32,26 @@ class Entry(NamedTuple):
 _FAMILIES = (
     "isograd.softmax.plans",
     "isograd.softmax.cuda",
+    "isograd.softmax.metal",
+    "isograd.softmax.mlx",
     "isograd.gather.plans",
     "isograd.gather.cuda",
+    "isograd.gather.metal",
+    "isograd.gather.mlx",
     "isograd.router.plans",
     "isograd.router.cuda",
+    "isograd.router.metal",
+    "isograd.router.mlx",
     "isograd.losses.cross_entropy_plans",
-    "isograd.losses.linear_plans",
+    "isograd.losses.linear_cpu",
     "isograd.losses.divergence_plans",
     "isograd.losses.simplex_plans",
     "isograd.losses.cross_entropy_cuda",
     "isograd.losses.distributions_cuda",
     "isograd.attention.plans",
     "isograd.attention.cuda",
+    "isograd.attention.metal",
+    "isograd.attention.mlx",
 )
 _entries: list[Entry] = []
 _lock = threading.Lock()

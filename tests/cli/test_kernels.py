@@ -21,13 +21,31 @@ def test_table(cli):
 def test_json(cli):
     rows = json.loads(cli("kernels", "--json").stdout)["kernels"]
     expected = [(operation, dtype) for operation, suite in SUITES.items() for dtype in suite.dtypes]
-    assert [(r["operation"], r["dtype"]) for r in rows if r["device"] == "cpu"] == expected
+    here = [r for r in rows if r["device"] == "cpu"]
+    assert list(dict.fromkeys((r["operation"], r["dtype"]) for r in here)) == expected
+    several = {r["operation"]: [] for r in here}
+    for r in here:
+        several[r["operation"]] += [r["kernel"]] * (r["dtype"] == "float32")
+    assert {name: kernels for name, kernels in several.items() if len(kernels) > 1} == {
+        # in the order of choice
+        "linear_cross_entropy": ["blas", "order_free"],
+        "linear_cross_entropy_gradient": ["blas", "order_free"],
+    }
     row = rows[0]
     assert row.keys() == {
         "operation", "dtype", "device", "kernel", "backend", "priority", "arch", "layout", "precision_guarantee",
     }  # fmt: skip
     assert row["precision_guarantee"]["deterministic"] is True
     assert row["precision_guarantee"]["error_bound"].startswith("ulp(y)/2")
+
+
+def test_metal_kernels_are_listed_with_the_reason_why_they_are_not_here(cli):
+    rows = json.loads(cli("kernels", "--json").stdout)["kernels"]
+    for device in ("mps", "mlx"):
+        found = {(r["operation"], r["dtype"]) for r in rows if (r["device"], r["kernel"]) == (device, "metal")}
+        assert found >= {("softmax", "bfloat16"), ("take_along_axis_backward", "float32"), ("moe_router", "float16")}
+        assert ("softmax", "float64") not in found
+    assert all("unavailable" in r for r in rows if r["kernel"] == "metal")
 
 
 class Other(NumbaSoftmax):

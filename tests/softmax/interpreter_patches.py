@@ -12,7 +12,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import triton.language as tl
-from triton._C.libtriton import ir
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -39,7 +38,6 @@ def report(suites: Mapping[str, Callable[[], Iterable[tuple[str, bool]]]]) -> No
     patch_fma()
     patch_cast()
     patch_masks()
-    patch_reductions()
     patch_dot()
     for name in sys.argv[1:]:
         if name == "--exhaustive":
@@ -102,19 +100,6 @@ def patch_masks() -> None:
             return original(self, *arguments[:place], mask, *arguments[place + 1 :], **rest)
 
         setattr(InterpreterBuilder, name, patched)
-
-
-def patch_reductions() -> None:
-    """Neither has reductions through a tensor descriptor; programs run one after the other, so that an add will do."""
-
-    def reduce(self: Any, kind: Any, descriptor: Any, value: Any, indices: Any) -> None:
-        assert kind == ir.DESCRIPTOR_REDUCE_KIND.ADD
-        pointers, mask = descriptor.materialize_pointers(indices)
-        zeros = TensorHandle(np.zeros_like(value.data), value.dtype)
-        before = self.create_masked_load(pointers, mask, zeros, None, None, False)
-        self.create_masked_store(pointers, TensorHandle(before.data + value.data, value.dtype), mask, None, None)
-
-    InterpreterBuilder.create_descriptor_reduce = reduce
 
 
 def patch_dot() -> None:

@@ -30,18 +30,19 @@ def attention_backward_bias(
     """
     q_tiles, k_tiles = tl.cdiv(lq, BM), tl.cdiv(lk, BN)
     pid = tl.program_id(0)
-    mine_k, rest = pid % (k_tiles // counts[3]), pid // (k_tiles // counts[3])
-    mine_q, rest = rest % (q_tiles // counts[2]), rest // (q_tiles // counts[2])
-    mine_h, mine_z = rest % (heads // counts[1]), rest // (heads // counts[1])
+    over_k, over_q, over_h = k_tiles // counts[3], q_tiles // counts[2], heads // counts[1]
+    mine_k, mine_q = pid % over_k, (pid // over_k) % over_q
+    head = pid // (over_k * over_q)
+    mine_h, mine_z = head % over_h, head // over_h
     if LOWER_RIGHT:
         left += lk - lq
         right += lk - lq
     rows = memory.wide_int(pitch) * heads * batch
     total = tl.zeros((BM, BN), tl.float32)
     for n in range(counts[0] * counts[1] * counts[2] * counts[3]):
-        tile_k, other = n % counts[3], n // counts[3]
-        tile_q, other = other % counts[2], other // counts[2]
-        z, h = mine_z + other // counts[1], mine_h + other % counts[1]
+        tile_k, tile_q = n % counts[3], (n // counts[3]) % counts[2]
+        member = n // (counts[3] * counts[2])
+        z, h = mine_z + member // counts[1], mine_h + member % counts[1]
         row, column = (mine_q + tile_q) * BM, (mine_k + tile_k) * BN
         rows_here, columns_here = row + tl.arange(0, BM), column + tl.arange(0, BN)
         zb, hq, hk = z.to(tl.int64), h.to(tl.int64), (h // group).to(tl.int64)

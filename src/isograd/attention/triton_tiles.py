@@ -37,7 +37,7 @@ def forward(head_dim: int, v_dim: int, size: int, architecture: int) -> Tile:
     """The tile of the forward pass; `size`: bytes of an element."""
     row = _bytes(head_dim, v_dim, size)
     if size == 4:
-        return Tile(64, 32, 4, 1) if row >= 512 else Tile(64, 32, 4, 2)
+        return {1024: Tile(32, 16, 8, 1), 512: Tile(64, 32, 8, 1)}.get(row, Tile(64, 32, 4, 2))
     if architecture < 90:
         return {512: Tile(64, 32, 4, 2), 256: Tile(128, 32, 4, 3)}.get(row, Tile(128, 64, 4, 3))
     return {512: Tile(128, 64, 8, 2), 256: Tile(64, 64, 4, 3)}.get(row, Tile(64, 128, 4, 2))
@@ -47,13 +47,13 @@ def backward(head_dim: int, v_dim: int, size: int, architecture: int) -> Backwar
     """The tiles of the backward pass; `size`: bytes of an element."""
     row = _bytes(head_dim, v_dim, size)
     if size == 4:
-        tile = Tile(32, 32, 4, 1)
+        tile = {1024: Tile(16, 16, 8, 1), 512: Tile(32, 32, 8, 1)}.get(row, Tile(32, 32, 4, 1))
         return BackwardTiles(tile, tile)
     if architecture < 90:
         tile = {512: Tile(32, 32, 4, 1), 256: Tile(32, 64, 4, 2)}.get(row, Tile(64, 64, 4, 2))
         return BackwardTiles(tile, Tile(tile.keys, tile.queries, tile.warps, tile.stages))
     if row == 512:
-        return BackwardTiles(Tile(64, 64, 8, 1), Tile(64, 64, 8, 1))
+        return BackwardTiles(Tile(32, 64, 8, 2), Tile(64, 32, 4, 2))
     # Two programs of four warps on a multiprocessor: while one takes exponentials, the other one multiplies.
     return BackwardTiles(Tile(64, 64, 4, 2), Tile(128, 64, 8, 3) if row == 256 else Tile(64, 64, 4, 2))
 

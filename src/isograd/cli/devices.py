@@ -3,6 +3,7 @@
 A backend on another device adds a `Device` to `DEVICES`; the arrays it makes are whatever its plans take.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,13 @@ def _cuda_available() -> bool:
     return unavailable() is None
 
 
-def _to_cuda(array: Array) -> Any:
+def _mps_available() -> bool:
+    from isograd.metal import unavailable
+
+    return unavailable() is None
+
+
+def _send(device: str, array: Array) -> Any:
     import torch
 
     # Expanded axes stay expanded; torch has no negative strides, so such an array is copied.
@@ -51,19 +58,19 @@ def _to_cuda(array: Array) -> Any:
         tensor = torch.from_numpy(host.view(np.int16)).view(torch.bfloat16)
     else:
         tensor = torch.from_numpy(host)
-    sent = torch.empty_strided(stored.shape, _strides(stored), dtype=tensor.dtype, device="cuda")
+    sent = torch.empty_strided(stored.shape, _strides(stored), dtype=tensor.dtype, device=device)
     return sent.copy_(tensor).expand(array.shape)
 
 
-def _empty_on_cuda(array: Array) -> Any:
+def _empty(device: str, array: Array) -> Any:
     import torch
 
     like = np.empty_like(array)
     dtype = getattr(torch, like.dtype.name)
-    return torch.empty_strided(like.shape, _strides(like), dtype=dtype, device="cuda")
+    return torch.empty_strided(like.shape, _strides(like), dtype=dtype, device=device)
 
 
-def _from_cuda(tensor: Any) -> Array:
+def _receive(tensor: Any) -> Array:
     import torch
 
     host = tensor.cpu()
@@ -72,7 +79,12 @@ def _from_cuda(tensor: Any) -> Array:
     return np.asarray(host.numpy())
 
 
+def _gpu(device: str, available: Callable[[], bool]) -> Device:
+    return Device(available, functools.partial(_send, device), functools.partial(_empty, device), _receive)
+
+
 DEVICES: dict[str, Device] = {
     "cpu": Device(available=lambda: True, send=lambda a: a, empty=np.empty_like, receive=lambda a: a),
-    "cuda": Device(available=_cuda_available, send=_to_cuda, empty=_empty_on_cuda, receive=_from_cuda),
+    "cuda": _gpu("cuda", _cuda_available),
+    "mps": _gpu("mps", _mps_available),
 }

@@ -5,14 +5,15 @@
     y = igt.softmax(x, dim=-1)                # also double backward, torch.func, torch.compile, autocast
     v = igt.gather(y, -1, index)              # gradients add repeated indices order-free
     loss = igt.cross_entropy(logits, targets)
+    o = igt.scaled_dot_product_attention(q, k, v, is_causal=True)
     with igt.use() as switch:                 # torch's own functions run on isograd's kernels in the block
         loss = model(batch)
     print(switch.report())                    # what was replaced and what was not, and why
 
-Softmaxes; gather, scatter_add, index_add, embedding and their relatives; topk and mixture-of-experts routing; cross
-entropy, divergences, gumbel_softmax and sparsemax. First derivatives have the library's bits, and so have all those of
-linear operations; other second derivatives are written with torch's own sums, so their bits are torch's business and
-may differ between machines.
+Softmaxes; attention; gather, scatter_add, index_add, embedding and their relatives; topk and mixture-of-experts
+routing; cross entropy, divergences, gumbel_softmax and sparsemax. First derivatives have the library's bits, and so
+have all those of linear operations; other second derivatives are written with torch's own sums, so their bits are
+torch's business and may differ between machines.
 """
 
 try:

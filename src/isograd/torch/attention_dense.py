@@ -108,7 +108,7 @@ def _keep(x: Operands, options: AttentionOptions, at: _Places) -> Tensor:
     assert x.seed is not None
     heads = x.q.shape[1]
     number = at.q_sequence * heads + torch.arange(heads, device=x.q.device)[:, None, None]
-    c0, c1, c2, c3 = torch.broadcast_tensors(at.j >> 2, at.i, number & _MASK, torch.full_like(at.j, DROPOUT_WORD))
+    c0, c1, c2, c3 = at.j >> 2, at.i, number & _MASK, torch.full_like(at.j, DROPOUT_WORD)
     k0, k1 = x.seed & _MASK, (x.seed >> 32) & _MASK
     for _ in range(10):
         (high0, low0), (high2, low2) = _product(c0, 0xD2511F53), _product(c2, 0xCD9E8D57)
@@ -162,7 +162,7 @@ class _Dense:
 
     def grouped(self, t: Tensor) -> Tensor:
         """The sum over the heads of q that share a head of k and v."""
-        return t if self.groups == 1 else t.unflatten(1, (self.kv_heads, self.groups)).sum(2)
+        return t if self.groups == 1 else t.reshape(t.shape[0], self.kv_heads, self.groups, *t.shape[2:]).sum(2)
 
     def moved(self, t: Tangents) -> tuple[Any, Tensor]:
         """The tangents of q·k, scaled, and of p."""

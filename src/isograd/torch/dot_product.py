@@ -140,6 +140,8 @@ _SDPA = "scaled_dot_product_attention"
 
 
 def _broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    if len(set(shapes)) == 1:
+        return shapes[0]
     try:
         return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
     except RuntimeError:

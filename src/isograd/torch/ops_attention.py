@@ -69,16 +69,23 @@ class Call(NamedTuple):
     @property
     def tensors(self) -> Operands:
         """The arguments that are tensors."""
-        return Operands(*self[: len(Operands._fields)])
-
-    def options(self, operation: str) -> AttentionOptions:
-        """Those that are not, checked."""
-        window = None if self.left is None and self.right is None else (self.left, self.right)
-        options = AttentionOptions(self.causal, self.alignment, window, self.scale, self.softcap, self.dropout_p)
-        return options.validated(operation, self.q.shape[3])
+        given: Any = self[: len(Operands._fields)]
+        return Operands(*given)
 
 
 _TENSORS = len(Operands._fields)
+
+
+def _options(
+    operation: str, head_dim: int, causal: bool, alignment: str, left: int | None, right: int | None, *numbers: Any
+) -> AttentionOptions:
+    """The arguments that are not tensors, checked."""
+    window = None if left is None and right is None else (left, right)
+    return AttentionOptions(causal, alignment, window, *numbers).validated(operation, head_dim)
+
+
+# For calls that compute; what traces may pass symbols for numbers.
+_known_options = functools.lru_cache(maxsize=1024)(_options)
 
 
 class BackwardCall(NamedTuple):
@@ -147,7 +154,7 @@ def _require_pair(operation: str, argument: str, q: Tensor | None, k: Tensor | N
             _require_dtype(operation, f"{argument} of {end}", tensor, torch.int32)
 
 
-def _require(operation: str, call: Call) -> AttentionOptions:
+def _require(operation: str, call: Call, *, known: bool = False) -> AttentionOptions:
     """Raise for what does not fit together; the checked options, whose seed is not read."""
     x = call.tensors
     require_device(operation, **{name: t for name, t in x._asdict().items() if name != "seed"})
@@ -182,7 +189,8 @@ def _require(operation: str, call: Call) -> AttentionOptions:
         for name, given in (("bias", x.bias), ("mask", x.mask), ("segment_ids", x.q_segment_ids)):
             if given is not None:
                 raise InvalidProblemError(f"{operation}: {name} and cu_seqlens are both given; accepted: one of them")
-    options = call.options(operation)
+    checked: Any = _known_options if known else _options
+    options: AttentionOptions = checked(operation, x.q.shape[3], *call[_TENSORS:])
     if options.dropout_p and (x.seed is None or x.seed.dtype is not torch.int64 or x.seed.dim()):
         raise InvalidProblemError(f"{operation}: dropout_p is {options.dropout_p} without a seed; expected an integer")
     return options
@@ -251,30 +259,33 @@ def _forward_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     name, call = "attention", Call(*args)
-    options = _require(name, call)
+    options = _require(name, call, known=True)
     x = call.tensors
     o, lse = _results(x)
     _run(AttentionPlan, name, x, options, (), o=o, lse=lse)
     return o, lse
 
 
-def _backward_problem(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[BackwardCall, Call, AttentionOptions]:
+def _backward_problem(
+    args: tuple[Any, ...], kwargs: dict[str, Any], *, known: bool = False
+) -> tuple[BackwardCall, Call, AttentionOptions]:
     name = "attention_backward"
     before = {key: kwargs.pop(key) for key in BackwardCall._fields if key in kwargs}
     given, call = BackwardCall(*args[:_BEFORE], **before), Call(*args[_BEFORE:], **kwargs)
-    options = _require(name, call)
+    options = _require(name, call, known=known)
     x = call.tensors
     require_device(name, do=given.do, dlse=given.dlse, o=given.o, lse=given.lse, q=x.q)
     shape = tuple(x.q.shape[:3])
     for argument, tensor in (("do", given.do), ("o", given.o)):
         require_same_dtype(name, tensor, argument, x.q, "q")
         _require_shape(name, argument, tensor, (*shape, x.v.shape[3]))
+    sums: Tensor | None
     for argument, sums in (("lse", given.lse), ("dlse", given.dlse)):
         if sums is not None:
             _require_dtype(name, argument, sums, work_dtype(x.q.dtype))
             _require_shape(name, argument, sums, shape)
-    for argument, wanted, tensor in (("dbias", given.dbias, x.bias), ("dsinks", given.dsinks, x.sinks)):
-        if wanted and tensor is None:
+    for argument, wanted, source in (("dbias", given.dbias, x.bias), ("dsinks", given.dsinks, x.sinks)):
+        if wanted and source is None:
             raise InvalidProblemError(f"{name}: {argument} is wanted without what it is the gradient of")
     return given, call, options
 
@@ -297,7 +308,7 @@ def _backward_fake(*args: Any, **kwargs: Any) -> Gradients:
 
 def _backward(*args: Any) -> Gradients:
     name = "attention_backward"
-    given, call, options = _backward_problem(args, {})
+    given, call, options = _backward_problem(args, {}, known=True)
     x = call.tensors
     results = _backward_results(given, x)
     operands = {"do": given.do, "o": given.o, "lse": given.lse}
@@ -325,11 +336,12 @@ def _spread(dq: Any, dk: Any, dv: Any, dbias: Any, dsinks: Any) -> tuple[Any, ..
 
 
 def _directions(values: tuple[Any, ...]) -> Tangents:
-    return Tangents(*values[:3], values[_BIAS], values[_SINKS])
+    q, k, v = values[:3]
+    return Tangents(q, k, v, values[_BIAS], values[_SINKS])
 
 
-def _options(node: Any, x: Operands) -> AttentionOptions:
-    return Call(*x, *node.options).options("attention")
+def _node_options(node: Any, x: Operands) -> AttentionOptions:
+    return _options("attention", x.q.shape[3], *node.options)
 
 
 def _save_forward(node: Any, inputs: Saved, output: tuple[Tensor, Tensor]) -> Saved:
@@ -349,7 +361,7 @@ def _differentiate_forward(node: Any, saved: Saved, do: Tensor | None, dlse: Ten
 
 def _push_forward(node: Any, saved: Saved, *moved: Tensor | None) -> tuple[Tensor, Tensor]:
     x = Operands(*saved[:_TENSORS])
-    return tangents(x, _options(node, x), _directions(moved))
+    return tangents(x, _node_options(node, x), _directions(moved))
 
 
 def _save_backward(node: Any, inputs: Saved, output: Gradients) -> Saved:
@@ -362,7 +374,7 @@ def _save_backward(node: Any, inputs: Saved, output: Gradients) -> Saved:
 def _differentiate_backward(node: Any, saved: Saved, *h: Tensor | None) -> tuple[Any, ...]:
     do, dlse, _, _, *rest = saved
     x = Operands(*rest)
-    options, along = _options(node, x), Tangents(*h)
+    options, along = _node_options(node, x), Tangents(*h)
     needed = node.needs_input_grad
     by_do = by_dlse = None
     if needed[0] or needed[1]:
@@ -381,7 +393,7 @@ def _push_backward(
     x = Operands(*rest)
     t_do = torch.zeros_like(do) if t_do is None else t_do
     linear = ATTENTION_BACKWARD(t_do, t_dlse, o, lse, *node.wanted, *x, *node.options)
-    moved = gradient_tangents(x, _options(node, x), do, dlse, _directions(t))
+    moved = gradient_tangents(x, _node_options(node, x), do, dlse, _directions(t))
     differentiable = (True, True, True, *node.wanted)
     return tuple([a + b if wanted else None for a, b, wanted in zip(linear, moved, differentiable, strict=True)])
 
@@ -392,6 +404,11 @@ def _folded(size: int, dims: tuple[int | None, ...], tensors: tuple[Tensor | Non
     members = [None if t is None else define.batched(t, d, size) for t, d in zip(tensors, dims, strict=True)]
     batch = max([t.shape[1] for t in members if t is not None], default=1)  # 1 where bias and mask are broadcast
     return [None if t is None else t.expand(-1, batch, *t.shape[2:]).flatten(0, 1) for t in members]
+
+
+def _members(result: Tensor, size: int) -> Tensor:
+    """A result of folded tensors, the members of vmap's batch in front."""
+    return result.unflatten(0, (size, result.shape[0] // size))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _padded(in_dims: tuple[int | None, ...], args: tuple[Any, ...], before: int = 0) -> tuple[Any, ...]:
@@ -415,7 +432,7 @@ def _batch_forward(
     if size == 0 or _separate(dims, Call(*args)):
         return define.one_by_one(op, size, dims, *args)
     o, lse = op(*_folded(size, dims[:_FOLDED], args[:_FOLDED]), *args[_FOLDED:])
-    return (o.unflatten(0, (size, -1)), lse.unflatten(0, (size, -1))), (0, 0)
+    return (_members(o, size), _members(lse, size)), (0, 0)
 
 
 def _batch_backward(
@@ -430,7 +447,7 @@ def _batch_backward(
     folded = _folded(size, tuple([dims[i] for i in places]), tuple([args[i] for i in places]))
     before, rest = folded[:-_FOLDED], folded[-_FOLDED:]
     dq, dk, dv, *none = op(*before, given.dbias, given.dsinks, *rest, *args[end:])
-    return (*[g.unflatten(0, (size, -1)) for g in (dq, dk, dv)], *none), (0, 0, 0, None, None)
+    return (*[_members(g, size) for g in (dq, dk, dv)], *none), (0, 0, 0, None, None)
 
 
 def _autocast(device: str, *args: Any) -> tuple[Tensor, Tensor]:
