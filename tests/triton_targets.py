@@ -117,7 +117,8 @@ def kernels_of(target: str, call: Callable[[], Any], *modules: Any) -> dict[str,
         given = self.given(tensors) if hasattr(self, "given") else tensors
         found[self._kernel.__name__] = compiled(target, self._kernel, given, tail, options, numbers)
 
-    patches = [mock.patch.object(Launcher, "__call__", record)]
+    classes = (Launcher, *Launcher.__subclasses__())
+    patches = [mock.patch.object(c, "__call__", record) for c in classes if "__call__" in vars(c)]
     for module in modules:
         for name, value in (("architecture", architecture(target)), ("processors", 132)):
             if hasattr(module, name):

@@ -31,6 +31,7 @@ PROBLEMS: dict[str, tuple[tuple[int, ...], str, AttentionOptions]] = {
     "upper left": ((1, 2, 2, 250, 140, 128), "bfloat16", UPPER_LEFT),
     "rows without keys": ((1, 4, 2, 257, 130, 64), "float16", CAUSAL),
     "full": ((1, 2, 1, 70, 260, 128), "float16", FULL),
+    "shared keys": ((1, 4, 2, 130, 180, 128), "bfloat16", CAUSAL),
 }
 
 
@@ -96,11 +97,10 @@ class RowsInNumPy:
 
 @pytest.fixture
 def seeds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The launchers run in the emulation, on three processors, in an order of chance that a seed fixes."""
+    """The launchers run in the emulation, in an order of chance that a seed fixes."""
     seeds = [0]
     run = lambda self, *tensors: emulation.call(self, *tensors, seed=seeds[0])  # noqa: E731
     monkeypatch.setattr(launch.BlockLauncher, "__call__", run)
-    monkeypatch.setattr(launch, "processors", lambda tensor: 3)
     monkeypatch.setattr(launch, "rows_launch", RowsInNumPy)
     monkeypatch.setattr(launch.faults, "after_launch", lambda device: None)
     return seeds
@@ -198,7 +198,7 @@ def test_compiled_for_hopper(
         assert needs["shared"] <= 227 * 1024
         assert needs["stack"] <= 256
         products, waits = text.count(" HGMMA"), text.count(" WARPGROUP.DEPBAR")
-        assert products > 100
+        assert products > 50
         assert waits < products / 4
         assert (" UTMAREDG" in text) == ("backward" in name)
         assert "RED.E.ADD.F32" not in text
@@ -227,11 +227,15 @@ def test_refused_with_a_reason(name: str) -> None:
     assert reason in (launch.supports(d) or "")
 
 
-def test_registered_before_triton_for_16_bits() -> None:
-    for operation in ("attention", "attention_backward"):
-        for dtype, names in (("bfloat16", ["hopper", "triton"]), ("float32", ["triton"])):
-            entries = [e for e in registry.kernels() if e[:3] == (operation, "cuda", dtype)]
-            assert [e.kernel.name for e in entries] == names
+def test_registered_for_16_bits() -> None:
+    """The forward pass is chosen before Triton's, the backward pass by preference only."""
+    orders = {
+        ("attention", "bfloat16"): ["hopper", "triton"],
+        ("attention_backward", "float16"): ["triton", "hopper"],
+        ("attention", "float32"): ["triton"],
+    }
+    for (operation, dtype), names in orders.items():
+        assert [e.kernel.name for e in registry.kernels() if e[:3] == (operation, "cuda", dtype)] == names
 
 
 def test_misaligned_operands_are_copied(seeds: list[int]) -> None:

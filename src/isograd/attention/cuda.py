@@ -78,6 +78,7 @@ for _operation in OPERATIONS:
     for _dtype in dtypes_of("cuda"):
         register_kernel(_operation, "cuda", _dtype, TritonAttention())
 
-for _operation in ("attention", "attention_backward"):
+# The backward pass is had by preference only, until all of it has been held to the oracle on a GPU.
+for _operation, _priority in (("attention", 10), ("attention_backward", -10)):
     for _dtype in ("float16", "bfloat16"):
-        register_kernel(_operation, "cuda", _dtype, HopperAttention(), priority=10)
+        register_kernel(_operation, "cuda", _dtype, HopperAttention(), priority=_priority)

@@ -3,8 +3,7 @@
 TMA reads and writes whole tiles through descriptors of the tensors, which the driver makes for every launch.
 """
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +16,9 @@ from isograd.attention import gluon_steps as steps
 from isograd.attention import triton_rows_launch as rows_launch
 from isograd.attention.descriptors import AttentionDescriptor
 from isograd.attention.triton_problem import Arguments, Outputs, extras, problem_of
-from isograd.triton_launcher import Launcher, Specification, kept, processors
+from isograd.triton_launcher import Launcher, Specification, kept
 
 HEAD_DIMS = (64, 128)
-_CACHED = 16 << 20  # bytes of keys and values that tiles which run together should share in the L2 cache
 
 
 def supports(d: AttentionDescriptor) -> str | None:
@@ -48,13 +46,16 @@ def supports(d: AttentionDescriptor) -> str | None:
 
 
 class ForwardTiles(NamedTuple):
-    """Groups of 64 queries in a tile, keys of a tile, tiles of keys in flight, registers a thread at the start."""
+    """Groups of 64 queries in a tile, keys of a tile, tiles of keys in flight, registers a thread at the start.
+
+    turns: whether the groups start their products in turn.
+    """
 
     consumers: int
     keys: int
     stages: int
     registers: int
-    turns: bool = False
+    turns: bool
 
 
 class BackwardTiles(NamedTuple):
@@ -68,7 +69,7 @@ class BackwardTiles(NamedTuple):
 
 def forward_tiles(head_dim: int) -> ForwardTiles:
     """The rule: a function of the head dimension alone."""
-    return ForwardTiles(2, 128, 2, 168) if head_dim == 128 else ForwardTiles(3, 128, 3, 128)
+    return ForwardTiles(2, 128, 2, 168, True) if head_dim == 128 else ForwardTiles(3, 128, 3, 128, False)
 
 
 def backward_tiles(head_dim: int) -> BackwardTiles:
@@ -91,15 +92,6 @@ class Block(NamedTuple):
         return TensorDescriptor(base, list(self.shape), list(self.strides), [1, 1, self.rows, self.columns], layout)
 
 
-class _Address(NamedTuple):
-    """What a descriptor's base is at a launch."""
-
-    value: int
-
-    def data_ptr(self) -> int:
-        return self.value
-
-
 class BlockLauncher(Launcher):
     """A launcher whose first tensors are given to the kernel as descriptors of blocks."""
 
@@ -115,26 +107,11 @@ class BlockLauncher(Launcher):
         described = [b.described(t, t.dtype) for b, t in zip(self._blocks, tensors[:count], strict=True)]
         return [*described, *tensors[count:]]
 
-    def _prepare(self, tensors: Sequence[torch.Tensor], numbers: tuple[int, ...]) -> Callable[..., None]:
+    def __call__(self, *tensors: torch.Tensor, numbers: tuple[int, ...] = ()) -> None:
+        """Launch, without waiting."""
         tail, programs = self._specification[:2]
         with torch.cuda.device(tensors[0].device):
-            given = self.given(tensors)
-            compiled = self._kernel.warmup(*given, *numbers, *tail, grid=(programs,), **self._specification.options)
-            run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-        count = len(self._blocks)
-        templates = [copy.copy(d) for d in given[:count]]
-        for template in templates:
-            template.base = None  # it would keep the tensor's memory
-
-        def launch_prepared(stream: int, *addresses: int) -> None:
-            descriptors = []
-            for template, address in zip(templates, addresses[:count], strict=True):
-                descriptor = copy.copy(template)
-                descriptor.base = _Address(address)
-                descriptors.append(descriptor)
-            run(programs, 1, 1, stream, function, metadata, None, None, None, *descriptors, *addresses[count:], *tail)
-
-        return launch_prepared
+            self._kernel[(programs,)](*self.given(tensors), *numbers, *tail, **self._specification.options)
 
 
 def _block(t: torch.Tensor, rows: int, columns: int = 0) -> Block:
@@ -160,17 +137,15 @@ def _numbers(d: AttentionDescriptor) -> tuple[int, int, int]:
 
 @kept
 def _forward(
-    d: AttentionDescriptor, blocks: tuple[Block, ...], dtype: torch.dtype, tile: ForwardTiles, processors: int
-) -> Launcher:
+    d: AttentionDescriptor, blocks: tuple[Block, ...], dtype: torch.dtype, tile: ForwardTiles
+) -> BlockLauncher:
     per_head = -(-d.q_length // (64 * tile.consumers))
-    total = per_head * d.heads * d.batch
-    together = _CACHED // (2 * d.k_length * d.head_dim * dtype.itemsize) * d.groups
-    together = max(min(together, d.batch * d.heads), 1)
     options, scale = d.options, float(d.options.scale or 0.0)
-    sizes = (*_numbers(d), d.heads, d.groups)
     fixed = (tile.consumers, tile.keys, d.head_dim, tile.stages, options.causal, tile.turns)
-    tail = (*sizes, per_head, total, together, scale * steps.LOG2E, *fixed)
-    specification = Specification(tail, min(total, processors), 4, None, tile.registers)
+    total = per_head * d.heads * d.batch
+    tail = (*_numbers(d), d.heads, d.groups, per_head, total, scale * steps.LOG2E, *fixed)
+    # A program for each tile: the processors take them as they come, the long ones first.
+    specification = Specification(tail, total, 4, None, tile.registers)
     return BlockLauncher(gluon_forward.attention_forward_hopper, specification, blocks)
 
 
@@ -181,8 +156,7 @@ def forward(d: AttentionDescriptor, a: Arguments, config: ForwardTiles | None = 
     q, k, v, o = _input(a["q"]), _input(a["k"]), _input(a["v"]), outputs["o"]
     lse = a["lse"] if a["lse"].is_contiguous() else torch.empty_like(a["lse"], memory_format=torch.contiguous_format)
     blocks = (_block(q, 64), _block(k, tile.keys), _block(v, tile.keys), _block(o, 64))
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    _forward(d, blocks, q.dtype, tile, processors(q))(q, k, v, o, lse, counter)
+    _forward(d, blocks, q.dtype, tile)(q, k, v, o, lse)
     outputs.done()
     if lse is not a["lse"]:
         a["lse"].copy_(lse)
@@ -192,7 +166,7 @@ def forward(d: AttentionDescriptor, a: Arguments, config: ForwardTiles | None = 
 @kept
 def _backward(
     d: AttentionDescriptor, pitch: int, blocks: tuple[Block, ...], dtype: torch.dtype, tile: BackwardTiles
-) -> Launcher:
+) -> BlockLauncher:
     per_head, kv_heads = -(-d.k_length // gluon_backward.TILE_KEYS), d.heads // d.groups
     options, scale = d.options, float(d.options.scale or 0.0)
     sizes = (d.batch * d.heads * pitch, pitch, *_numbers(d), kv_heads, d.groups, per_head)
