@@ -10,6 +10,8 @@ u is half an ulp of 1 in the work type, n the number of keys, m that of the quer
     P      a relative d_ij = expm1(e_ij + 8u (1 + |s_ij| + |lse_i|)), the backward's
     dS     P (d (|dP| + |D|) + (1 + d) (u (Dv + 4) Σ|do v| + 4u (Σ|o do| + |dlse|)) + 4u (|dP| + |D|))
     dq, dk, dv  what dS and P carry through the products, plus u (terms + 4) + r of their absolute terms, plus ulp/2
+    dq     in fixed point also 2^-29 scale for every tile of keys, times R_i c_d of `triton_rows`, which holds for an
+           lse that is no less than the logarithm of Σ exp s
 
 The gradients are compared with what `attention_backward` is given: o and lse as they are.
 """
@@ -142,6 +144,16 @@ def _dense_backward(
     )
 
 
+def _fixed_point(do: Floats, k: Floats, v: Floats, scale: float, dlse: Any, tile_keys: int) -> Floats:
+    """What the rounding of every tile's part of dq to fixed point may add up to."""
+    groups = do.shape[1] // k.shape[1]
+    longest = np.repeat(np.linalg.norm(v.astype(np.float64), axis=-1).max(axis=2), groups, 1)[..., None]
+    reach = 2 * np.linalg.norm(do, axis=-1) * longest + (0 if dlse is None else np.abs(dlse))
+    columns = np.repeat(np.abs(k.astype(np.float64)).max(axis=2), groups, 1)
+    tiles = -(-k.shape[2] // tile_keys)
+    return np.asarray(scale * tiles * 2.0**-29 * 1.01 * reach[..., None] * columns[:, :, None, :])
+
+
 def _present(bounds: AttentionGradients) -> tuple[Floats, ...]:
     return tuple([x for x in bounds if x is not None])
 
@@ -156,6 +168,7 @@ def _backward(
     lse: Floats,
     options: AttentionOptions | None = None,
     dlse: Floats | None = None,
+    tile_keys: int | None = None,
     **operands: Any,
 ) -> tuple[Floats, ...]:
     """The bounds of the gradients that there are."""
@@ -165,7 +178,10 @@ def _backward(
     dlse = None if dlse is None else dlse.astype(np.float64)
     if inputs.cu_seqlens is None:
         s = _Scores(q, k, v, options, inputs, 0, narrowed)
-        return _present(_dense_backward(wide[0], s, k.shape[1], inputs, wide[1], wide[2], dlse, exact))
+        found = _dense_backward(wide[0], s, k.shape[1], inputs, wide[1], wide[2], dlse, exact)
+        if tile_keys is not None:
+            found = found._replace(dq=found.dq + _fixed_point(wide[0], k, v, s.options.scale or 0.0, dlse, tile_keys))
+        return _present(found)
     result = AttentionGradients(*(np.zeros(x.shape) for x in (q, k, v)))
     of_dsinks = None if inputs.sinks is None else np.zeros(q.shape[1])
     inner = Inputs(sinks=inputs.sinks)
@@ -202,9 +218,13 @@ _FORMULAS = {
 }
 
 
-def error_bound(operation: str, narrowed: bool = False) -> ErrorBound:
+def error_bound(operation: str, narrowed: bool = False, tile_keys: int | None = None) -> ErrorBound:
     """The bound of an operation; call it with the operands of its plan by their names, and `options`.
 
-    narrowed: whether the kernel rounds probabilities to the storage type before it multiplies by them.
+    narrowed: whether the kernel rounds probabilities to the storage type before it multiplies by them. tile_keys: of a
+    backward pass that adds dq up in fixed point, the keys of a tile.
     """
-    return ErrorBound(_FORMULAS[operation], functools.partial(_EVALUATE[operation], narrowed))
+    if tile_keys is None:
+        return ErrorBound(_FORMULAS[operation], functools.partial(_EVALUATE[operation], narrowed))
+    formula = _FORMULAS[operation] + "; dq: + 2^-29·scale·R·c for every tile of keys, R·c the fixed point's bound"
+    return ErrorBound(formula, functools.partial(_EVALUATE[operation], narrowed, tile_keys=tile_keys))

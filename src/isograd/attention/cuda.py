@@ -57,6 +57,11 @@ class HopperAttention(TritonAttention):
     name = "hopper"
     backend = "gluon"
 
+    def sku(self, descriptor: Any) -> KernelSku:
+        """The kernel's identity."""
+        tile_keys = self.launchers().TILE_KEYS if descriptor.operation == "attention_backward" else None
+        return family_sku(descriptor, self.backend, architecture(), True, tile_keys)
+
     def reject(self, descriptor: Any) -> str | None:
         """Say what is missing on this machine, or what of the problem the kernels do not take."""
         reason = super().reject(descriptor)

@@ -22,8 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from isograd.attention import gluon_steps as steps
 
-TILE_KEYS = 128
-
 
 @gluon.jit
 def _factor(bits):

@@ -1,4 +1,4 @@
-# ruff: noqa: N803, N806, RUF059
+# ruff: noqa: N803, N806, RUF059, SIM113
 """The forward pass of attention on Hopper, in Gluon: causal or full, head dimensions 64 and 128, 16 bits.
 
 A program takes tiles of queries. One warp, the producer, brings q and tiles of k and v to shared memory by TMA. Each

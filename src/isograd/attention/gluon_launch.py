@@ -19,6 +19,7 @@ from isograd.attention.triton_problem import Arguments, Outputs, extras, problem
 from isograd.triton_launcher import Launcher, Specification, kept
 
 HEAD_DIMS = (64, 128)
+TILE_KEYS = 128  # of the backward pass
 
 
 def supports(d: AttentionDescriptor) -> str | None:
@@ -167,7 +168,7 @@ def forward(d: AttentionDescriptor, a: Arguments, config: ForwardTiles | None = 
 def _backward(
     d: AttentionDescriptor, pitch: int, blocks: tuple[Block, ...], dtype: torch.dtype, tile: BackwardTiles
 ) -> BlockLauncher:
-    per_head, kv_heads = -(-d.k_length // gluon_backward.TILE_KEYS), d.heads // d.groups
+    per_head, kv_heads = -(-d.k_length // TILE_KEYS), d.heads // d.groups
     options, scale = d.options, float(d.options.scale or 0.0)
     sizes = (d.batch * d.heads * pitch, pitch, *_numbers(d), kv_heads, d.groups, per_head)
     fixed = (d.head_dim, *tile[:3], options.causal, tile.dk_first)

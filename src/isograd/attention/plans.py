@@ -43,8 +43,11 @@ def dtypes_of(device: str) -> tuple[str, ...]:
     return DTYPES if device == "cpu" else ("float16", "bfloat16", "float32")
 
 
-def family_guarantee(descriptor: Any, narrowed: bool) -> PrecisionGuarantee:
-    """What kernels of the family promise; only `attention_delta` returns the bits of the reference."""
+def family_guarantee(descriptor: Any, narrowed: bool, tile_keys: int | None = None) -> PrecisionGuarantee:
+    """What kernels of the family promise; only `attention_delta` returns the bits of the reference.
+
+    narrowed and tile_keys: as in `bounds.error_bound`.
+    """
     exact = descriptor.operation == "attention_delta"
     return PrecisionGuarantee(
         math_precision=d.work_type(descriptor.dtype),
@@ -54,12 +57,17 @@ def family_guarantee(descriptor: Any, narrowed: bool) -> PrecisionGuarantee:
         batch_invariant=True,
         order_invariant=exact,
         bit_stable_across_hardware=exact,
-        error_bound=bounds.error_bound(descriptor.operation, narrowed),
+        error_bound=bounds.error_bound(descriptor.operation, narrowed, tile_keys),
     )
 
 
-def family_sku(descriptor: Any, backend: str, arch: str, narrowed: bool = False) -> KernelSku:
-    """The identity of a kernel of the family; narrowed: whether it rounds P and dS to the storage type."""
+def family_sku(
+    descriptor: Any, backend: str, arch: str, narrowed: bool = False, tile_keys: int | None = None
+) -> KernelSku:
+    """The identity of a kernel of the family; narrowed: whether it rounds P and dS to the storage type.
+
+    tile_keys: the keys of a tile if it adds dq up in fixed point.
+    """
     return KernelSku(
         category="attention",
         op=descriptor.operation,
@@ -69,7 +77,7 @@ def family_sku(descriptor: Any, backend: str, arch: str, narrowed: bool = False)
         epilogue="none",
         arch=arch,
         backend=backend,
-        precision_guarantee=family_guarantee(descriptor, narrowed),
+        precision_guarantee=family_guarantee(descriptor, narrowed, tile_keys),
     )
 
 
