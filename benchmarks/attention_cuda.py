@@ -134,6 +134,11 @@ def calls_of(case: Case) -> tuple[dict[str, Call], dict[str, Call]]:
     """Everybody's forward and backward passes."""
     forward: dict[str, Call] = {"isograd, Triton": case.forward}
     backward: dict[str, Call] = {"isograd, Triton": case.backward}
+    if torch.cuda.get_device_capability() == (9, 0):
+        from isograd.attention import gluon_launch as hopper
+
+        forward["isograd, Hopper"] = lambda: hopper.forward(case.descriptor, case.arguments)
+        backward["isograd, Hopper"] = lambda: hopper.backward(case.descriptor, case.arguments)
     for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
         for strict in (False, True):
             label = f"torch {name}{', deterministic' if strict else ''}"

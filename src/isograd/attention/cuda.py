@@ -52,7 +52,7 @@ class TritonAttention(TritonKernel):
 
 
 class HopperAttention(TritonAttention):
-    """The forward and the backward pass in Gluon, for compute capability 9.0; what they do not take goes to Triton."""
+    """The forward and the backward pass in Gluon, for compute capability 9.0: `preference="hopper"`."""
 
     name = "hopper"
     backend = "gluon"
@@ -83,7 +83,7 @@ for _operation in OPERATIONS:
     for _dtype in dtypes_of("cuda"):
         register_kernel(_operation, "cuda", _dtype, TritonAttention())
 
-# The backward pass is had by preference only, until all of it has been held to the oracle on a GPU.
-for _operation, _priority in (("attention", 10), ("attention_backward", -10)):
+# By preference only: a sequence has other bits from these kernels than packed among others, which Triton's serve.
+for _operation in ("attention", "attention_backward"):
     for _dtype in ("float16", "bfloat16"):
-        register_kernel(_operation, "cuda", _dtype, HopperAttention(), priority=_priority)
+        register_kernel(_operation, "cuda", _dtype, HopperAttention(), priority=-10)
