@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from isograd import arrays, encoder, registry
+from isograd import arrays, encoder, memory, registry
 from isograd.errors import InvalidProblemError, UnsupportedError
 from isograd.plan import Descriptor, Plan
 
@@ -26,14 +26,14 @@ P = TypeVar("P", bound=Plan)
 
 
 @functools.lru_cache(maxsize=4096)
-def _selected(plan_type: Any, descriptor: Descriptor, device: str, generation: int) -> Any:
-    return plan_type.select(descriptor, device)
+def _selected(plan_type: Any, descriptor: Descriptor, device: str, preference: str | None, generation: int) -> Any:
+    return plan_type.select(descriptor, device, preference)
 
 
-def plan(plan_type: type[P], descriptor: Descriptor, device: str = "cpu") -> P:
+def plan(plan_type: type[P], descriptor: Descriptor, device: str = "cpu", preference: str | None = None) -> P:
     """The plan for a descriptor, selected once. Its fields have to be hashable and plain: see `integer`."""
     key: Any = plan_type
-    selected: P = _selected(key, descriptor, device, registry.generation())
+    selected: P = _selected(key, descriptor, device, preference, registry.generation())
     return selected
 
 
@@ -75,7 +75,7 @@ def empty(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
     if not arrays.is_tensor(like):
         return np.empty(shape, arrays.numpy_dtype(dtype) if dtype == "bfloat16" else dtype)
     torch = sys.modules["torch"]
-    return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
+    return memory.with_huge_pages(torch.empty(shape, dtype=getattr(torch, dtype), device=like.device))
 
 
 def run(plan: Plan, **arguments: Any) -> Any:

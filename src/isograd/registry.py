@@ -43,7 +43,7 @@ _FAMILIES = (
     "isograd.router.metal",
     "isograd.router.mlx",
     "isograd.losses.cross_entropy_plans",
-    "isograd.losses.linear_plans",
+    "isograd.losses.linear_cpu",
     "isograd.losses.divergence_plans",
     "isograd.losses.simplex_plans",
     "isograd.losses.cross_entropy_cuda",

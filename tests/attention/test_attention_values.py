@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from attention_problems import DIMS, FLAVOURS, HEADS, LENGTHS, bounds, exact, exact_backward, make, plain, run
 
-VANISHING = 1e-10
+VANISHING, FEW_KEYS = 1e-10, 2
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -37,8 +37,9 @@ def check_rule(p, dtype, times):
     for name, mine in plain_gradients.items():
         got, right = getattr(gradients, name), getattr(exact_gradients, name)
         assert got.dtype == p.q.dtype
-        if np.max(np.abs(right), initial=0) < VANISHING:
-            # With a single key, or summed over all keys, dS is 0, and what is left is rounding.
+        if np.max(np.abs(right), initial=0) < VANISHING or (name != "dv" and p.k.shape[2] <= FEW_KEYS):
+            # dS is 0 with one key and in a sum over all keys, and with two keys little is left of dP - D, whose D is
+            # made from the rounded o; a plain computation takes D from the same dP. The promised bound has to hold.
             right = getattr(exact_backward(p, o, lse), name)
             assert np.all(np.abs(got.astype(np.float64) - right) <= bounds(p, o, lse)[1][name])
             continue

@@ -67,9 +67,10 @@ def test_all_kernels_are_as_published(cli):
     for kernel in found["kernels"]:
         suite = suites.SUITES[kernel["operation"]]
         assert kernel["cases"] >= 5
-        promised = kernel["cases"] if suite.reference is not None else 0
+        own = kernel["kernel"] == "blas"  # whose bits are the machine's
+        promised = 0 if own or suite.reference is None else kernel["cases"]
         assert kernel["digests_checked"] == kernel["digests_equal"] == promised == len(kernel["sha256"])
-        assert kernel["invariances"].keys() == {"threads", *suite.changes}
+        assert kernel["invariances"].keys() == ({"threads"} if own else {"threads", *suite.changes})
         assert all(kernel["invariances"].values())
         if kernel["operation"] in EXACT:
             assert kernel["worst"] == 0

@@ -61,7 +61,7 @@ def by_gpu(p: Problem, layout: Any = lambda t: t) -> list[Any]:
     plans[1].run(**given, dlosses=g, state=state, dlogits=dx)
     other = torch.full_like(dx, 7)
     plans[2].run(**given, dlosses=g, losses=again, dlogits=other)
-    assert torch.equal(other.view(torch.int8), dx.view(torch.int8)) or raw(to_numpy(other)) == raw(to_numpy(dx))
+    assert raw(to_numpy(other)) == raw(to_numpy(dx))
     plans[2].run(**given, dlosses=g, losses=again, dlogits=given["logits"])
     return [to_numpy(t) for t in (losses, state, dx, again, given["logits"])]
 

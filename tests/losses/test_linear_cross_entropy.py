@@ -1,4 +1,4 @@
-"""linear_cross_entropy: the bits of the product and cross entropy one after the other, whatever the chunk."""
+"""linear_cross_entropy: the bits of the product and cross entropy, whatever the chunk; by BLAS, within its bound."""
 
 import tracemalloc
 
@@ -7,10 +7,12 @@ import pytest
 from cross_entropy_problems import NUMPY, raw, work
 
 import isograd as ig
+from isograd.losses import linear_cpu
 from isograd.losses import linear_reference as reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in cast:RuntimeWarning")
 each_dtype = pytest.mark.parametrize("dtype", NUMPY)
+each_kernel = pytest.mark.parametrize("kernel", ["order_free", "blas"])
 WIDE_LONGDOUBLE = np.finfo(np.longdouble).nmant > 60
 
 
@@ -42,7 +44,7 @@ def test_every_chunk_gives_the_bits_of_one_piece(dtype, options):
         expected = reference.linear_cross_entropy_gradient(g, **inputs, **options)
         assert len(expected) == 3 + bias
         for chunk in (None, 1, 3, 100):
-            more = options | {"chunk": chunk, "reduction": "none"}
+            more = options | {"chunk": chunk, "reduction": "none", "preference": "order_free"}
             got = ig.linear_cross_entropy(**inputs, **more, return_gradient=True, dloss=g)
             assert list(map(raw, got)) == list(map(raw, expected)), chunk
             assert raw(ig.linear_cross_entropy(**inputs, **more)) == raw(expected[0])
@@ -55,7 +57,10 @@ def test_the_same_from_single_operations_on_the_tape():
     for fused in (True, False):
         tape = ig.Tape()
         h, w, b = (tape.leaf(inputs[name]) for name in ("hidden", "weight", "bias"))
-        loss = ig.linear_cross_entropy(h, w, targets, b, chunk=2) if fused else ig.cross_entropy(h @ w.T + b, targets)
+        if fused:
+            loss = ig.linear_cross_entropy(h, w, targets, b, chunk=2, preference="order_free")
+        else:
+            loss = ig.cross_entropy(h @ w.T + b, targets)
         found = tape.backward(loss)
         losses.append(raw(loss.value))
         gradients.append([raw(found[v]) for v in (h, w, b)])
@@ -69,7 +74,7 @@ def test_batch_and_order():
     losses, dhidden, dweight, dbias = reference.linear_cross_entropy_gradient(g, **inputs)
     order = rng.permutation(9)
     moved = inputs | {"hidden": inputs["hidden"][order], "targets": inputs["targets"][order]}
-    more = {"reduction": "none", "return_gradient": True}
+    more = {"reduction": "none", "return_gradient": True, "preference": "order_free"}
     got = ig.linear_cross_entropy(**moved, **more, dloss=g[order])
     assert list(map(raw, got)) == [raw(losses[order]), raw(dhidden[order]), raw(dweight), raw(dbias)]
     few = inputs | {"hidden": inputs["hidden"][:4], "targets": inputs["targets"][:4]}
@@ -77,28 +82,170 @@ def test_batch_and_order():
     assert [raw(a) for a in got[:2]] == [raw(losses[:4]), raw(dhidden[:4])]
 
 
+def bounded(given, options, g, kernel):
+    """What a kernel promises for inputs: the bounds of all results, and how the losses' plan states its own."""
+    rows, features = given["hidden"].shape
+    fields = (rows, features, len(given["weight"]), ig.arrays.describe(given["hidden"], "", "")[1], "int64")
+    fields += (
+        "bias" in given,
+        "class_weight" in given,
+        -100,
+        options.get("label_smoothing", 0),
+        options.get("z_loss", 0),
+    )
+    plans = [
+        ig.LinearCrossEntropyGradientPlan.select(ig.LinearCrossEntropyGradientDescriptor(*fields), "cpu", kernel),
+        ig.LinearCrossEntropyPlan.select(ig.LinearCrossEntropyDescriptor(*fields), "cpu", kernel),
+    ]
+    assert [plan.kernel.name for plan in plans] == [kernel] * 2
+    both, losses = (plan.precision_guarantee.error_bound for plan in plans)
+    bounds = both(dlosses=g, **given, **options)
+    assert (losses(**given, **options) == bounds[0]).all()
+    return bounds
+
+
+@each_kernel
 @each_dtype
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "smoothed"])
-def test_within_the_bound(dtype, options):
+def test_within_the_bound(dtype, options, kernel):
     if dtype == "float64" and not WIDE_LONGDOUBLE:
         pytest.skip("longdouble is no wider than binary64 here")
     inputs, g = arguments(np.random.default_rng(43), dtype, rows=12, features=30, classes=50)
-    fields = (12, 30, 50, dtype, "int64", True, True, -100, options.get("label_smoothing", 0), options.get("z_loss", 0))
-    plan = ig.LinearCrossEntropyGradientPlan.select(ig.LinearCrossEntropyGradientDescriptor(*fields))
-    bounds = plan.precision_guarantee.error_bound(dlosses=g, **inputs, **options)
+    bounds = bounded(inputs, options, g, kernel)
     exact = reference.oracle_linear_cross_entropy_gradient(g, **inputs, **options)
-    got = ig.linear_cross_entropy(**inputs, **options, reduction="none", return_gradient=True, dloss=g)
+    more = options | {"reduction": "none", "preference": kernel}
+    got = ig.linear_cross_entropy(**inputs, **more, return_gradient=True, dloss=g)
     worst = []
     for a, b, bound in zip(got, exact, bounds, strict=True):
         error = np.abs(a.astype(np.longdouble) - b)
         assert (error <= bound).all()
         worst.append(float((error / np.where(bound > 0, bound, 1)).max()))
         assert (np.abs(a.astype(np.longdouble) * 1.1 - b) > bound).any()
-    assert min(worst) > 0.003, worst
-    simple = ig.LinearCrossEntropyPlan.select(ig.LinearCrossEntropyDescriptor(*fields))
-    assert (simple.precision_guarantee.error_bound(**inputs, **options) == bounds[0]).all()
+    assert min(worst) > (0.003 if kernel == "order_free" else 1e-3), worst
+    assert raw(ig.linear_cross_entropy(**inputs, **more)) == raw(got[0])
 
 
+# --- products by BLAS ------------------------------------------------------------------------------------------------
+def test_the_default_says_what_it_does_not_promise():
+    fields = (4, 5, 6, "float32")
+    for plan_type, descriptor in (
+        (ig.LinearCrossEntropyPlan, ig.LinearCrossEntropyDescriptor(*fields)),
+        (ig.LinearCrossEntropyGradientPlan, ig.LinearCrossEntropyGradientDescriptor(*fields)),
+    ):
+        fast, exact = plan_type.select(descriptor), plan_type.select(descriptor, preference="order_free")
+        assert fast.kernel.name == "blas"
+        g = fast.precision_guarantee
+        assert g.deterministic
+        assert g.bit_stable_on_same_hardware
+        assert not any((g.batch_invariant, g.order_invariant, g.bit_stable_across_hardware))
+        g = exact.precision_guarantee
+        assert g.batch_invariant
+        assert g.order_invariant
+        assert g.bit_stable_across_hardware
+
+
+@each_dtype
+def test_chunks_blocks_and_layouts_by_blas(dtype, monkeypatch):
+    # Blocks of 4 classes and chunks of 3 rows leave a rest; so do the sums over both.
+    rng = np.random.default_rng(50)
+    inputs, g = arguments(rng, dtype, rows=10, features=9, classes=14)
+    exact = reference.oracle_linear_cross_entropy_gradient(g, **inputs)
+    bounds = bounded(inputs, {}, g, "blas")
+    wide = np.repeat(inputs["weight"], 2, axis=1)
+    other = inputs | {"hidden": np.asfortranarray(inputs["hidden"]), "weight": wide[:, ::2]}
+    for block in (4, 1 << 12):
+        monkeypatch.setattr(linear_cpu, "_BLOCK", block)
+        for given in (inputs, other):
+            for chunk in (None, 1, 3, 10, 100):
+                more = {"chunk": chunk, "reduction": "none", "preference": "blas"}
+                got = ig.linear_cross_entropy(**given, **more, return_gradient=True, dloss=g)
+                for a, b, bound in zip(got, exact, bounds, strict=True):
+                    assert (np.abs(a.astype(np.longdouble) - b) <= bound).all(), (block, chunk)
+                again = ig.linear_cross_entropy(**inputs, **more, return_gradient=True, dloss=g)
+                assert list(map(raw, again)) == list(map(raw, got))
+                losses = ig.linear_cross_entropy(**given, **more)
+                assert (np.abs(losses.astype(np.longdouble) - exact[0]) <= bounds[0]).all()
+
+
+@each_dtype
+def test_outputs_of_any_layout_by_blas(dtype):
+    inputs, g = arguments(np.random.default_rng(51), dtype, rows=6)
+    descriptor = ig.LinearCrossEntropyGradientDescriptor(6, 5, 11, dtype, "int64", True, True, chunk=4)
+    plan = ig.LinearCrossEntropyGradientPlan.select(descriptor, preference="blas")
+    shapes = {"dhidden": (6, 5), "dweight": (11, 5)}
+    of, results = NUMPY[dtype], []
+    for order, step in (("C", 1), ("F", 1), ("C", 2)):
+        out = {name: np.empty((n, step * m), of, order)[:, ::step] for name, (n, m) in shapes.items()}
+        out |= {"losses": np.empty(12, work(of))[::2], "dbias": np.empty(22, of)[::-2]}
+        plan.run(dlosses=g, **inputs, **out)
+        results.append([raw(out[name]) for name in sorted(out)])
+    assert results[0] == results[1] == results[2]
+
+
+@each_dtype
+def test_special_values_by_blas(dtype):
+    inputs, g = arguments(np.random.default_rng(52), dtype, rows=8, weighted=False)
+    inputs["hidden"][2, 1] = np.inf
+    inputs["hidden"][4, 0], inputs["targets"][4] = np.nan, -100
+    inputs["hidden"][5, 3] = np.nan
+    with np.errstate(all="ignore"):
+        expected = reference.linear_cross_entropy_gradient(g, **inputs)
+        more = {"reduction": "none", "return_gradient": True, "dloss": g, "chunk": 3, "preference": "blas"}
+        got = ig.linear_cross_entropy(**inputs, **more)
+    for a, b in zip(got, expected, strict=True):
+        assert (np.isnan(a) == np.isnan(b)).all()
+        assert np.isnan(a).any()
+        canonical = np.array(np.nan, a.dtype).tobytes()
+        assert {value.tobytes() for value in a[np.isnan(a)]} == {canonical}
+    assert got[0][4] == 0
+
+
+def test_half_precision_is_added_up_in_float32_by_blas():
+    # 4,096 classes of one weight: a sum of 16-bit partial sums would stop growing at 2,048 ulp.
+    rows, classes = 4096, 3
+    hidden, weight = np.ones((rows, 1), np.float16), np.zeros((classes, 1), np.float16)
+    targets = np.zeros(rows, np.int64)
+    g = np.ones(rows, np.float32)
+    more = {"reduction": "none", "return_gradient": True, "dloss": g, "preference": "blas"}
+    for chunk in (None, 1, 1000):
+        _, _, dweight = ig.linear_cross_entropy(hidden, weight, targets, chunk=chunk, **more)
+        np.testing.assert_allclose(dweight[:, 0].astype(float), rows * (1 / 3 - np.eye(3)[0]), rtol=2**-10)
+
+
+@pytest.mark.parametrize(
+    ("preference", "error", "fragment"),
+    [("fastest", ig.UnsupportedError, "'order_free'"), (7, ig.InvalidProblemError, "preference is 7")],
+)
+def test_a_kernel_that_is_not_there(preference, error, fragment):
+    inputs, _ = arguments(np.random.default_rng(53), "float32")
+    with pytest.raises(error, match=fragment):
+        ig.linear_cross_entropy(**inputs, preference=preference)
+
+
+def test_the_tape_and_torch_take_a_preference():
+    inputs, _ = arguments(np.random.default_rng(54), "float32", weighted=False)
+    targets, results = inputs.pop("targets"), {}
+    torch = pytest.importorskip("torch", reason="needs torch")
+    import isograd.torch as igt
+
+    for kernel in ("order_free", "blas"):
+        more = {"preference": kernel, "label_smoothing": 0.1}
+        plain = ig.linear_cross_entropy(**inputs, targets=targets, **more, return_gradient=True)
+        tape = ig.Tape()
+        leaves = [tape.leaf(inputs[name]) for name in ("hidden", "weight", "bias")]
+        loss = ig.linear_cross_entropy(*leaves[:2], targets, leaves[2], **more)
+        found = tape.backward(loss)
+        assert [raw(loss.value), *(raw(found[v]) for v in leaves)] == list(map(raw, plain))
+        tensors = [torch.tensor(inputs[name], requires_grad=True) for name in ("hidden", "weight", "bias")]
+        value = igt.linear_cross_entropy(*tensors[:2], torch.tensor(targets), tensors[2], **more)
+        value.backward()
+        assert [raw(value.detach().numpy()), *(raw(t.grad.numpy()) for t in tensors)] == list(map(raw, plain))
+        results[kernel] = plain
+    for a, b in zip(*results.values(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+# --- both ------------------------------------------------------------------------------------------------------------
 def test_torch_agrees():
     torch = pytest.importorskip("torch", reason="needs torch")
     inputs, _ = arguments(np.random.default_rng(44), "float64")
@@ -145,15 +292,16 @@ def test_no_rows_no_features_all_ignored():
     assert not any(a.any() for a in gradients)
 
 
-def test_a_chunk_is_all_that_is_held():
+@each_kernel
+def test_a_chunk_is_all_that_is_held(kernel):
     rng = np.random.default_rng(47)
     rows, classes = 4096, 2000
     inputs, _ = arguments(rng, "float32", rows=rows, features=4, classes=classes, weighted=False)
     peaks = []
     for chunk in (64, rows):
-        ig.linear_cross_entropy(**inputs, chunk=chunk)
+        ig.linear_cross_entropy(**inputs, chunk=chunk, preference=kernel)
         tracemalloc.start()
-        ig.linear_cross_entropy(**inputs, chunk=chunk)
+        ig.linear_cross_entropy(**inputs, chunk=chunk, preference=kernel)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[0] < peaks[1] / 10

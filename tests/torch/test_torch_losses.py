@@ -189,7 +189,7 @@ def operators(dtype, probabilities=False):
     return {
         ops_cross_entropy.CROSS_ENTROPY: (logits, targets, weight, *rest),
         ops_cross_entropy.CROSS_ENTROPY_BACKWARD: (dloss, logits, targets, weight, state, *rest),
-        ops_linear_cross_entropy.LINEAR_CROSS_ENTROPY: (hidden, matrix, words, bias, None, *rest[1:], 2, False),
+        ops_linear_cross_entropy.LINEAR_CROSS_ENTROPY: (hidden, matrix, words, bias, None, *rest[1:], 2, None, False),
     }
 
 

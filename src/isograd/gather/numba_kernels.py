@@ -31,7 +31,7 @@ from isograd.numerics.numba_ops import magnitude_key
 from isograd.numerics.numba_storage import narrow, widen
 from isograd.numerics.numba_sum import is_finite_key
 
-AHEAD = 64  # elements that are asked for before they are copied
+AHEAD = 256  # elements that are asked for before they are copied; memory takes as long as copying so many
 
 
 # --- indices ---------------------------------------------------------------------------------------------------------

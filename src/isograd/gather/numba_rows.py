@@ -7,17 +7,32 @@ import numpy as np
 
 from isograd.gather.numba_steps import (
     FOLD,
+    biased_term,
     carry,
     raw_index,
+    short_total,
     special_code,
     term,
+    term_biases,
+    term_scales,
     total,
 )
 from isograd.numerics.numba_compile import device_function, kernel
-from isograd.numerics.numba_memory import LANES, load, pointer, row_offset, stack_lanes, store, work_zero
+from isograd.numerics.numba_memory import (
+    LANES,
+    load,
+    pointer,
+    prefetch_read,
+    row_offset,
+    stack_lanes,
+    store,
+    work_zero,
+)
 from isograd.numerics.numba_ops import magnitude_key
 from isograd.numerics.numba_storage import narrow, widen
 from isograd.numerics.numba_sum import is_finite_key
+
+AHEAD = 4  # rows that are asked for before they are read
 
 
 @kernel
@@ -57,16 +72,28 @@ def _store_base(x, xo, x_stride, out, oo, out_stride, width, fill, like):
             for i in range(width):
                 store(out, oo + i * out_stride, zero)
     elif fill == 2:
-        for i in range(width):
-            store(out, oo + i * out_stride, load(x, xo + i * x_stride))
+        if out_stride == 1 and x_stride == 1:
+            for i in range(width):
+                store(out, oo + i, load(x, xo + i))
+        else:
+            for i in range(width):
+                store(out, oo + i * out_stride, load(x, xo + i * x_stride))
 
 
 @device_function
-def _store_sums(s, x, xo, x_stride, out, oo, out_stride, width, adds, like):
+def _store_sums(s, x, xo, x_stride, out, oo, out_stride, width, fill, adds, like):
     if adds:
-        for i in range(width):
-            value = widen(load(x, xo + i * x_stride)) + load(s, i)
-            store(out, oo + i * out_stride, narrow(value, like))
+        if fill == 0 and out_stride == 1:
+            # x is out; seen as two pointers the compiler would take an element at a time.
+            for i in range(width):
+                store(out, oo + i, narrow(widen(load(out, oo + i)) + load(s, i), like))
+        elif out_stride == 1 and x_stride == 1:
+            for i in range(width):
+                store(out, oo + i, narrow(widen(load(x, xo + i)) + load(s, i), like))
+        else:
+            for i in range(width):
+                value = widen(load(x, xo + i * x_stride)) + load(s, i)
+                store(out, oo + i * out_stride, narrow(value, like))
     elif out_stride == 1:
         for i in range(width):
             store(out, oo + i, narrow(load(s, i), like))
@@ -87,7 +114,90 @@ def _load_row(v, vo, v_stride, width, s, zero):
 
 
 @device_function
-def _carry_lanes(top, mid, low, key, width):
+def _prefetch_source(v, vo, v_row, v_stride, order, e, last, width):
+    """Ask for the row that is read some rows later; the sources of one destination lie anywhere."""
+    if e + AHEAD < last:
+        prefetch_read(v, vo + load(order, e + AHEAD) * v_row, v_stride, width)
+
+
+@device_function
+def _column_keys(v, vo, v_row, v_stride, order, begin, end, last, width, s, key, zero):
+    """The largest magnitude's key of every column of some rows; whether all are finite."""
+    for i in range(width):
+        store(key, i, magnitude_key(zero))
+    e = begin
+    if v_stride == 1:
+        while e + 4 <= end:
+            for r in range(e, e + 4):
+                _prefetch_source(v, vo, v_row, v_stride, order, r, last, width)
+            a, b = vo + load(order, e) * v_row, vo + load(order, e + 1) * v_row
+            c, d = vo + load(order, e + 2) * v_row, vo + load(order, e + 3) * v_row
+            for i in range(width):
+                m = max(magnitude_key(widen(load(v, a + i))), magnitude_key(widen(load(v, b + i))))
+                n = max(magnitude_key(widen(load(v, c + i))), magnitude_key(widen(load(v, d + i))))
+                store(key, i, max(load(key, i), max(m, n)))
+            e += 4
+    while e < end:
+        _prefetch_source(v, vo, v_row, v_stride, order, e, last, width)
+        _load_row(v, vo + load(order, e) * v_row, v_stride, width, s, zero)
+        for i in range(width):
+            store(key, i, max(load(key, i), magnitude_key(load(s, i))))
+        e += 1
+    finite = True
+    for i in range(width):
+        finite &= is_finite_key(load(key, i))
+    return finite
+
+
+@device_function
+def _add_finite(v, vo, v_row, v_stride, order, begin, end, last, width, s, scale, step, mid, low, zero):
+    """Add the terms of at most FOLD rows, all of them finite; four rows at a time share a pass over the sums."""
+    e = begin
+    if v_stride == 1:
+        while e + 4 <= end:
+            for r in range(e, e + 4):
+                _prefetch_source(v, vo, v_row, v_stride, order, r, last, width)
+            a, b = vo + load(order, e) * v_row, vo + load(order, e + 1) * v_row
+            c, d = vo + load(order, e + 2) * v_row, vo + load(order, e + 3) * v_row
+            for i in range(width):
+                f, g = load(scale, i), load(step, i)
+                h1, q1 = biased_term(widen(load(v, a + i)), f, g)
+                h2, q2 = biased_term(widen(load(v, b + i)), f, g)
+                h3, q3 = biased_term(widen(load(v, c + i)), f, g)
+                h4, q4 = biased_term(widen(load(v, d + i)), f, g)
+                store(mid, i, load(mid, i) + ((h1 + h2) + (h3 + h4)))
+                store(low, i, load(low, i) + ((q1 + q2) + (q3 + q4)))
+            e += 4
+    while e < end:
+        _prefetch_source(v, vo, v_row, v_stride, order, e, last, width)
+        _load_row(v, vo + load(order, e) * v_row, v_stride, width, s, zero)
+        for i in range(width):
+            h, q = biased_term(load(s, i), load(scale, i), load(step, i))
+            store(mid, i, load(mid, i) + h)
+            store(low, i, load(low, i) + q)
+        e += 1
+    high_bias, low_bias = term_biases(zero)
+    for i in range(width):
+        store(mid, i, load(mid, i) - (end - begin) * high_bias)
+        store(low, i, load(low, i) - (end - begin) * low_bias)
+
+
+@device_function
+def _add_any(v, vo, v_row, v_stride, order, begin, end, width, s, key, mid, low, zero):
+    """The same where some column is not finite: its `low` collects what terms there are."""
+    for e in range(begin, end):
+        _load_row(v, vo + load(order, e) * v_row, v_stride, width, s, zero)
+        for i in range(width):
+            if is_finite_key(load(key, i)):
+                h, q = term(load(s, i), load(key, i))
+                store(mid, i, load(mid, i) + h)
+                store(low, i, load(low, i) + q)
+            else:
+                store(low, i, load(low, i) | special_code(load(s, i)))
+
+
+@device_function
+def _carry_columns(top, mid, low, key, width):
     for i in range(width):
         if is_finite_key(load(key, i)):
             a, b, c = carry(load(top, i), load(mid, i), load(low, i))
@@ -97,39 +207,32 @@ def _carry_lanes(top, mid, low, key, width):
 
 
 @device_function
-def _sum_lanes(v, vo, v_row, v_stride, order, begin, end, width, s, key, top, mid, low, zero):
+def _sum_columns(v, vo, v_row, v_stride, order, begin, end, last, width, s, key, scale, step, top, mid, low, zero):
     """The sums of several rows, column by column, into s."""
+    finite = _column_keys(v, vo, v_row, v_stride, order, begin, end, last, width, s, key, zero)
     for i in range(width):
-        store(key, i, magnitude_key(zero))
         store(top, i, np.int64(0))
         store(mid, i, np.int64(0))
         store(low, i, np.int64(0))
-    for e in range(begin, end):
-        _load_row(v, vo + load(order, e) * v_row, v_stride, width, s, zero)
+    if finite:
         for i in range(width):
-            store(key, i, max(load(key, i), magnitude_key(load(s, i))))
-    finite = True
-    for i in range(width):
-        finite &= is_finite_key(load(key, i))
-    for e in range(begin, end):
-        _load_row(v, vo + load(order, e) * v_row, v_stride, width, s, zero)
+            f, g = term_scales(load(key, i))
+            store(scale, i, f)
+            store(step, i, g)
+    for first in range(begin, end, FOLD):
+        stop = min(first + FOLD, end)
         if finite:
-            for i in range(width):
-                h, q = term(load(s, i), load(key, i))
-                store(mid, i, load(mid, i) + h)
-                store(low, i, load(low, i) + q)
+            _add_finite(v, vo, v_row, v_stride, order, first, stop, last, width, s, scale, step, mid, low, zero)
         else:
-            for i in range(width):
-                if is_finite_key(load(key, i)):
-                    h, q = term(load(s, i), load(key, i))
-                    store(mid, i, load(mid, i) + h)
-                    store(low, i, load(low, i) + q)
-                else:
-                    store(low, i, load(low, i) | special_code(load(s, i)))
-        if (e - begin) % FOLD == FOLD - 1:
-            _carry_lanes(top, mid, low, key, width)
-    for i in range(width):
-        store(s, i, total(load(top, i), load(mid, i), load(low, i), load(key, i), zero))
+            _add_any(v, vo, v_row, v_stride, order, first, stop, width, s, key, mid, low, zero)
+        if stop < end:
+            _carry_columns(top, mid, low, key, width)
+    if finite and end - begin <= FOLD:
+        for i in range(width):
+            store(s, i, short_total(load(mid, i), load(low, i), load(key, i), zero))
+    else:
+        for i in range(width):
+            store(s, i, total(load(top, i), load(mid, i), load(low, i), load(key, i), zero))
 
 
 @kernel
@@ -146,7 +249,9 @@ def sum_rows(
     v, x, out = pointer(v_address, like), pointer(x_address, like), pointer(out_address, like)
     zero = work_zero(like)
     s, key = stack_lanes(zero), stack_lanes(magnitude_key(zero))
+    scale, step = stack_lanes(np.float64(0)), stack_lanes(np.float64(0))
     top, mid, low = stack_lanes(np.int64(0)), stack_lanes(np.int64(0)), stack_lanes(np.int64(0))
+    last = load(starts, size)
     task = start
     while task < stop:
         tile = task // size
@@ -160,12 +265,17 @@ def sum_rows(
         for d in range(task - tile * size, top_row):
             begin, end = load(starts, d), load(starts, d + 1)
             xd, od = xo + d * x_row, oo + d * out_row
+            if adds and d + 2 < top_row and (fill == 2 or load(starts, d + 2) < load(starts, d + 3)):
+                prefetch_read(x, xd + 2 * x_row, x_stride, width)
             if begin == end:
                 _store_base(x, xd, x_stride, out, od, out_stride, width, fill, like)
                 continue
             if end - begin == 1:
+                _prefetch_source(v, vo, v_row, v_stride, order, begin, last, width)
                 _load_row(v, vo + load(order, begin) * v_row, v_stride, width, s, zero)
             else:
-                _sum_lanes(v, vo, v_row, v_stride, order, begin, end, width, s, key, top, mid, low, zero)
-            _store_sums(s, x, xd, x_stride, out, od, out_stride, width, adds, like)
+                _sum_columns(
+                    v, vo, v_row, v_stride, order, begin, end, last, width, s, key, scale, step, top, mid, low, zero
+                )  # fmt: skip
+            _store_sums(s, x, xd, x_stride, out, od, out_stride, width, fill, adds, like)
         task = tile * size + top_row

@@ -105,6 +105,41 @@ def quantum_scale(key):
     return pow2_64(np.int64(c.QUANTUM_BITS) - max(np.int64(key >> 23) - 127, np.int64(-126)))
 
 
+def term_scales(key: Any) -> Any:
+    """The factors that `biased_term` takes for terms of a destination with this key."""
+    raise NotImplementedError
+
+
+@overload(term_scales, jit_options=_FORCE)
+def _term_scales(key):
+    if key == types.int32:
+        return lambda key: (quantum_scale(key), np.float64(0))
+    return lambda key: sum_scale(key)[:2]
+
+
+def biased_term(p: Any, scale: Any, step: Any) -> Any:
+    """As `term`, with the constants of `term_biases` on top."""
+    raise NotImplementedError
+
+
+@overload(biased_term, jit_options=_FORCE)
+def _biased_term(p, scale, step):
+    if p == types.float32:
+        return lambda p, scale, step: (np.int64(0), as_int(fma(np.float64(p), scale, _MAGIC_64)))
+    return lambda p, scale, step: split_term(p * scale, step)
+
+
+def term_biases(like: Any) -> Any:
+    """What (mid, low) of every biased term carry; modulo 2**64 sums of them take it out exactly."""
+    raise NotImplementedError
+
+
+@overload(term_biases, jit_options=_FORCE)
+def _term_biases(like):
+    high = 0 if like == types.float32 else _MAGIC_BITS_64
+    return lambda like: (np.int64(high), np.int64(_MAGIC_BITS_64))
+
+
 def spread_fits(largest: Any, least: Any) -> Any:
     """Whether numbers with these largest and smallest keys (zeros apart) are multiples of the largest's quantum."""
     raise NotImplementedError
@@ -243,6 +278,21 @@ def _total(top, mid, low, key, like):
         return wide_total(top, mid, low, exponent, like)
 
     return total_64
+
+
+def short_total(mid: Any, low: Any, key: Any, like: Any) -> Any:
+    """As `total` for a finite destination and at most FOLD terms that were not carried."""
+    raise NotImplementedError
+
+
+@overload(short_total, jit_options=_FORCE)
+def _short_total(mid, low, key, like):
+    if like == types.float32:
+        # Without a branch, so that loops are vectorised.
+        return lambda mid, low, key, like: scale_pow2(
+            np.float32(low), max(np.int64(key >> 23) - 127, np.int64(-126)) - c.QUANTUM_BITS
+        )
+    return lambda mid, low, key, like: total(np.int64(0), mid, low, key, like)
 
 
 @device_function

@@ -135,6 +135,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     count: float | None = None,
     chunk: int | None = None,
+    preference: str | None = None,
     return_gradient: bool = False,
     dloss: Any = None,
 ) -> Any:
@@ -143,19 +144,21 @@ def linear_cross_entropy(
     hidden: [..., features], float16, bfloat16, float32 or float64: a NumPy array, a torch tensor or a tape variable.
     weight: [classes, features], bias: [classes], both of that dtype. targets: class indices, [...]. class_weight: as
     `weight` of `cross_entropy`, and so are the other options. chunk: rows whose logits are held at a time, or as many
-    logits of all rows for some of the classes.
+    logits of all rows for some of the classes. preference: the name of a kernel (`isograd kernels`).
 
     return_gradient: return (loss, dhidden, dweight), and dbias where there is a bias. dloss: the gradient of the loss.
 
-    On the CPU the products are order-free (`docs/arithmetic.md`, rule 10): the bits are those of `matmul`, an addition
-    and `cross_entropy` one after the other, whatever the chunk. On a GPU the products are torch's. Results are the
-    same on every run there, but their bits depend on chunk, batch and GPU; the plan's guarantee says so.
+    The products are NumPy's on the CPU and torch's on a GPU. The results are the same on every run on one machine, but
+    their bits depend on chunk, batch, hardware and the library that multiplies; the plan's guarantee says so.
+    `preference="order_free"` takes the products of rule 10 (`docs/arithmetic.md`) on the CPU, at some twenty times the
+    cost: then the bits are those of `matmul`, an addition and `cross_entropy` one after the other, whatever the chunk
+    and everywhere.
 
     Raises IndexOutOfRangeError, naming the place, for a target that is no class, InvalidProblemError for shapes,
-    dtypes and options that do not match, UnsupportedError for another dtype.
+    dtypes and options that do not match, UnsupportedError for another dtype or a kernel that is not registered.
     """
     name = "linear_cross_entropy_gradient" if return_gradient else "linear_cross_entropy"
-    options = LinearOptions(ignore_index, label_smoothing, z_loss, reduction, count, chunk)
+    options = LinearOptions(ignore_index, label_smoothing, z_loss, reduction, count, chunk, preference)
     if (tape := functional.tape_of(hidden, weight, bias)) is not None:
         if return_gradient:
             raise InvalidProblemError(f"{name}: return_gradient and a tape variable exclude each other")

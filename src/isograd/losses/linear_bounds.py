@@ -10,9 +10,11 @@ With E_j the bound of a logit and E its maximum over a row, and with the notatio
 Gradients may come from logits that were computed twice, in products of different shapes: both are within E_j, and the
 gradient takes the lesser of a logit and its row's maximum, so that p is off by a factor of at most e^2E either way.
 
-The sum's own bound is n q Σ |G| + ulp/2, q being 2^-44 on the CPU and 2^-22 elsewhere (float64: 2^-88 and 2^-51). A
-product's own is rule 10's on the CPU. Elsewhere, with K the contracted length and sums in binary32, it is
-(K 2^-22 + s) Σ_k |a_k b_k| + ulp/2, s being 2^-7 where partial sums may be 16 bits wide and 0 else.
+An order-free product's own bound is rule 10's. A library's, with K the contracted length and sums in binary32, is
+(K 2^-22 + s) Σ_k |a_k b_k| + ulp/2, s being 2^-7 where partial sums may be 16 bits wide and 0 else; the sum of dbias
+then has n 2^-22 Σ |G| + ulp/2 in place of n 2^-44 Σ |G| + ulp/2. In float64 it is 2^-51 in place of 2^-22, and 2^-88
+in place of 2^-44. Where 16-bit operands are widened, the logits and their gradient are float32, and their bounds with
+them.
 """
 
 import functools
@@ -40,9 +42,14 @@ def order_free(a: Floats, b: Floats, dtype: str) -> Floats:
 
 
 def accumulated(a: Floats, b: Floats, dtype: str) -> Floats:
-    """The same for a product with sums in binary32 (binary64 for float64), in any order and in parts."""
+    """The same for a product that a library adds up in any order and in parts, 16-bit operands in 16 bits perhaps."""
+    short = _WIDE(2.0) ** -7 if dtype in ("float16", "bfloat16") else 0
+    return np.asarray(widened(a, b, dtype) + short * (np.abs(a) @ np.abs(b)))
+
+
+def widened(a: Floats, b: Floats, dtype: str) -> Floats:
+    """The same with all sums in binary32, for float64 in binary64."""
     level = a.shape[1] * _WIDE(2.0) ** (-51 if dtype == "float64" else -22)
-    level = level + (_WIDE(2.0) ** -7 if dtype in ("float16", "bfloat16") else 0)
     return np.asarray(level * (np.abs(a) @ np.abs(b)) + ulp(a @ b, dtype) * 0.51)
 
 
@@ -60,17 +67,18 @@ def _evaluate(
     z_loss: float = 0.0,
 ) -> Any:
     name = hidden.dtype.name
+    inner = "float32" if product is widened and name != "float64" else name
     h, w = hidden.astype(_WIDE), weight.astype(_WIDE)
     options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
     with np.errstate(all="ignore"):
-        logits, of_logits = h @ w.T, product(h, w.T, name)
+        logits, of_logits = h @ w.T, product(h, w.T, inner)
         if bias is not None:
             logits = logits + bias.astype(_WIDE)
-            of_logits = of_logits + ulp(logits, name)
+            of_logits = of_logits + ulp(logits, inner)
         error = of_logits.max(axis=1)
         parts = reference.exact(logits, targets, class_weight, 1, ignore_index, label_smoothing)
         total, lse = np.abs(parts.q).sum(axis=1), np.abs(parts.lse)
-        of_losses = bounds.losses_bound(logits, targets, class_weight, **options, dtype=name)[0]
+        of_losses = bounds.losses_bound(logits, targets, class_weight, **options, dtype=inner)[0]
         of_losses = of_losses + 2 * total * error + 2 * z_loss * error * (lse + error)
         of_losses = np.where(parts.kept, of_losses, 0)
         if not gradient or dlosses is None:
@@ -78,8 +86,8 @@ def _evaluate(
         g, p = np.abs(dlosses.astype(_WIDE))[:, None], np.exp(parts.lp)
         a, growth = total[:, None] + 2 * z_loss * lse[:, None], np.exp(2 * error)[:, None]
         exact = reference.oracle_cross_entropy_backward(dlosses, logits, targets, None, class_weight, **options)
-        of_g = bounds.gradient_bound(dlosses, logits, targets, None, class_weight, **options, dtype=name)
-        of_g = of_g + g * p * (a * (growth - 1) + 2 * z_loss * error[:, None] * growth) + 2 * ulp(exact, name)
+        of_g = bounds.gradient_bound(dlosses, logits, targets, None, class_weight, **options, dtype=inner)
+        of_g = of_g + g * p * (a * (growth - 1) + 2 * z_loss * error[:, None] * growth) + 2 * ulp(exact, inner)
         of_g = np.where(parts.kept[:, None], of_g, 0)
         absolute = np.abs(exact) + of_g
         result = (
@@ -90,9 +98,9 @@ def _evaluate(
         if bias is None:
             return result
         summed = absolute.sum(axis=0)
-        bits = (44, 88) if product is order_free else (22, 51)
-        own = len(h) * _WIDE(2.0) ** -bits[name == "float64"] * summed
-        return (*result, of_g.sum(axis=0) + own + ulp(summed, name))
+        bits = (88, 44) if product is order_free else (51, 22)
+        quanta = len(h) * _WIDE(2.0) ** -bits[name != "float64"]
+        return (*result, of_g.sum(axis=0) + quanta * summed + ulp(summed, name))
 
 
 def error_bound(operation: str, product: Product) -> ErrorBound:

@@ -23,6 +23,7 @@ class LinearOptions(NamedTuple):
     reduction: Any = "mean"
     count: Any = None
     chunk: Any = None
+    preference: Any = None
 
 
 class LinearProblem(NamedTuple):
@@ -36,6 +37,7 @@ class LinearProblem(NamedTuple):
     device: str
     reduction: str
     count: Any
+    preference: str | None
 
     @property
     def hidden(self) -> Any:
@@ -85,7 +87,8 @@ def problem(
         0 if options.chunk is None else _chunk(operation, options.chunk),
     )
     count = None if options.count is None else reductions.number(operation, "count", options.count)
-    return LinearProblem(operation, inputs, fields, shape[:-1], work, device, reduction, count)
+    preference = checked_preference(operation, options.preference)
+    return LinearProblem(operation, inputs, fields, shape[:-1], work, device, reduction, count, preference)
 
 
 def _chunk(operation: str, chunk: Any) -> int:
@@ -93,6 +96,13 @@ def _chunk(operation: str, chunk: Any) -> int:
     if rows < 1:
         raise InvalidProblemError(f"{operation}: chunk is {rows}; expected a positive number of rows")
     return rows
+
+
+def checked_preference(operation: str, preference: Any) -> str | None:
+    """The name of a kernel, registered or not, or None; InvalidProblemError for anything else."""
+    if preference is None or isinstance(preference, str):
+        return preference
+    raise InvalidProblemError(f"{operation}: preference is {preference!r}; expected the name of a kernel or None")
 
 
 def _divisor(given: LinearProblem) -> Any:
@@ -112,7 +122,8 @@ def row_gradients(given: LinearProblem, dloss: Any) -> Any:
 
 def forward(given: LinearProblem) -> Any:
     """The losses of the rows, flat."""
-    plan = functional.plan(LinearCrossEntropyPlan, LinearCrossEntropyDescriptor(*given.fields), given.device)
+    descriptor = LinearCrossEntropyDescriptor(*given.fields)
+    plan = functional.plan(LinearCrossEntropyPlan, descriptor, given.device, given.preference)
     return functional.run(plan, **given.inputs, losses=functional.empty((given.fields[0],), given.work, given.hidden))
 
 
@@ -120,7 +131,7 @@ def gradient(given: LinearProblem, dlosses: Any) -> tuple[Any, ...]:
     """(losses, flat; dhidden, flat; dweight; dbias if there is a bias)."""
     rows, features, classes, dtype, *_ = given.fields
     descriptor = LinearCrossEntropyGradientDescriptor(*given.fields)
-    plan = functional.plan(LinearCrossEntropyGradientPlan, descriptor, given.device)
+    plan = functional.plan(LinearCrossEntropyGradientPlan, descriptor, given.device, given.preference)
     outputs = {
         "losses": functional.empty((rows,), given.work, given.hidden),
         "dhidden": functional.empty((rows, features), dtype, given.hidden),

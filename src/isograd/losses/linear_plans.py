@@ -1,23 +1,16 @@
-"""Descriptors, plans and the CPU kernel of linear_cross_entropy."""
+"""Descriptors and plans of linear_cross_entropy; `linear_cpu.py` has the kernels of the CPU."""
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
-
-import numpy as np
+from typing import ClassVar, Self
 
 from isograd.errors import InvalidProblemError
 from isograd.losses import linear_bounds as bounds
-from isograd.losses.cross_entropy_plans import CrossEntropyDescriptor, RowKernels, Scalars, check_targets, scalars
-from isograd.losses.cross_entropy_reference import IGNORE_INDEX, STATE
-from isograd.losses.linear_reference import logits_of
-from isograd.numerics.matmul import matmul
+from isograd.losses.cross_entropy_plans import CrossEntropyDescriptor
+from isograd.losses.cross_entropy_reference import IGNORE_INDEX
 from isograd.plan import (
-    DTYPES,
     INDEX_DTYPES,
     Descriptor,
-    Kernel,
     KernelSku,
     Operand,
     Plan,
@@ -25,14 +18,10 @@ from isograd.plan import (
     checked_dtype,
     checked_shape,
 )
-from isograd.reduction import api as reduction
-from isograd.registry import register_kernel
-
-_CHUNK = 1 << 22  # logits that are held at a time
 
 
 @dataclass(frozen=True, slots=True)
-class _Linear(Descriptor):
+class LinearDescriptor(Descriptor):
     """The fields that both operations share."""
 
     rows: int
@@ -104,7 +93,7 @@ class _Linear(Descriptor):
 
 
 @dataclass(frozen=True, slots=True)
-class LinearCrossEntropyDescriptor(_Linear):
+class LinearCrossEntropyDescriptor(LinearDescriptor):
     """losses from hidden [rows, features], weight [classes, features], targets [rows] and what the flags add.
 
     biased: a bias [classes]. weighted: class weights [classes] in the work type. ignore_index, label_smoothing, z_loss:
@@ -119,7 +108,7 @@ class LinearCrossEntropyDescriptor(_Linear):
 
 
 @dataclass(frozen=True, slots=True)
-class LinearCrossEntropyGradientDescriptor(_Linear):
+class LinearCrossEntropyGradientDescriptor(LinearDescriptor):
     """losses and the gradients of hidden, weight and bias; fields as in LinearCrossEntropyDescriptor."""
 
     name: ClassVar[str] = "linear_cross_entropy_gradient"
@@ -150,12 +139,15 @@ class LinearCrossEntropyGradientPlan(Plan):
     __slots__ = ()
 
 
-def sku(descriptor: _Linear, backend: str, arch: str, product: bounds.Product) -> KernelSku:
-    """The identity of a kernel; only with the order-free product does it promise what cross entropy does."""
+def sku(descriptor: LinearDescriptor, backend: str, arch: str, product: bounds.Product) -> KernelSku:
+    """The identity of a kernel; only with the order-free product does it promise what cross entropy does.
+
+    Without, bits depend on the chunk, the batch, and on what library and hardware add up the products.
+    """
     exact = product is bounds.order_free
     guarantee = PrecisionGuarantee(
         math_precision=descriptor.work,
-        accumulator="exact integers in fixed point" if exact else "matrix products as torch adds them up",
+        accumulator="exact integers in fixed point" if exact else "matrix products of a library, in its order",
         deterministic=True,
         bit_stable_on_same_hardware=True,
         batch_invariant=exact,
@@ -176,66 +168,4 @@ def sku(descriptor: _Linear, backend: str, arch: str, product: bounds.Product) -
     )
 
 
-class ChunkedLinear(Kernel):
-    """Order-free products in chunks on the CPU, with the bits of one piece.
-
-    Rows are taken in chunks for the losses and dhidden, which contracts the classes. dweight contracts the rows, so
-    the logits of all rows are computed a second time for a chunk of classes after the other.
-    """
-
-    name = "chunks"
-    backend = "numba"
-
-    def sku(self, descriptor: _Linear) -> KernelSku:
-        """The kernel's identity."""
-        return sku(descriptor, self.backend, "cpu", bounds.order_free)
-
-    def launch(self, descriptor: _Linear, arguments: Mapping[str, Any], workspace: Any, stream: Any) -> None:
-        """Compute on the library's threads; needs no workspace."""
-        hidden, weight, bias = arguments["hidden"], arguments["weight"], arguments.get("bias")
-        class_weight = arguments.get("class_weight")
-        targets = check_targets(descriptor.operation, arguments["targets"], descriptor.classes, descriptor.ignore_index)
-        numbers = scalars(descriptor.logits, class_weight)
-        losses = np.empty(descriptor.rows, descriptor.work)
-        state = np.empty((STATE, descriptor.rows), descriptor.work)
-        gradient = "dlosses" in arguments
-        dlosses = np.ascontiguousarray(arguments["dlosses"]) if gradient else None
-        step = descriptor.chunk or max(_CHUNK // descriptor.classes, 1)
-        for start in range(0, descriptor.rows, step):
-            part = slice(start, start + step)
-            logits = logits_of(hidden[part], weight, bias)
-            rows = RowKernels(logits, 1, targets[part], class_weight, numbers, logits)
-            some = np.empty((STATE, len(logits)), descriptor.work)
-            rows.forward(losses[part], some)
-            if dlosses is not None:
-                state[:, part] = some
-                rows.backward(dlosses[part], some)
-                arguments["dhidden"][part] = matmul(logits, weight)
-        if dlosses is not None:
-            step = descriptor.chunk or max(_CHUNK // max(descriptor.rows, 1), 1)
-            self._weight_gradients(arguments, targets, dlosses, state, numbers, step)
-        arguments["losses"][...] = losses
-
-    def _weight_gradients(
-        self, arguments: Mapping[str, Any], targets: Any, dlosses: Any, state: Any, numbers: Scalars, step: int
-    ) -> None:
-        hidden, weight, bias = arguments["hidden"], arguments["weight"], arguments.get("bias")
-        class_weight = arguments.get("class_weight")
-        for start in range(0, len(weight), step):
-            part = slice(start, start + step)
-            logits = logits_of(hidden, weight[part], None if bias is None else bias[part])
-            # -1 stays what it is, the mark of an ignored row; a target of another chunk becomes -2.
-            inside = (targets >= start) & (targets < start + logits.shape[1])
-            here = np.where(inside, targets - start, np.where(targets < 0, targets, -2))
-            some = None if class_weight is None else class_weight[part]
-            if logits.size:
-                RowKernels(logits, 1, here, some, numbers, logits).backward(dlosses, state)
-            arguments["dweight"][part] = matmul(logits.T, hidden)
-            if bias is not None:
-                arguments["dbias"][part] = reduction.sum(logits, 0)
-
-
 OPERATIONS = ("linear_cross_entropy", "linear_cross_entropy_gradient")
-for _operation in OPERATIONS:
-    for _dtype in DTYPES:
-        register_kernel(_operation, "cpu", _dtype, ChunkedLinear())

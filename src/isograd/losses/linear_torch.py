@@ -15,7 +15,7 @@ import torch
 from isograd import faults
 from isograd.losses.cross_entropy_plans import CrossEntropyGradientDescriptor
 from isograd.losses.cross_entropy_reference import STATE
-from isograd.losses.linear_plans import LinearCrossEntropyGradientDescriptor, _Linear
+from isograd.losses.linear_plans import LinearCrossEntropyGradientDescriptor, LinearDescriptor
 from isograd.losses.triton_cross_entropy_launch import (
     cross_entropy,
     cross_entropy_backward_in_part,
@@ -35,7 +35,7 @@ class Pieces(NamedTuple):
     classes: int
 
 
-def pieces(descriptor: _Linear) -> Pieces:
+def pieces(descriptor: LinearDescriptor) -> Pieces:
     """What is held at a time.
 
     A slab has as many classes as there are features, and so takes as much memory as hidden. If that is all classes,
@@ -57,7 +57,7 @@ def pieces(descriptor: _Linear) -> Pieces:
     return Pieces(max(min(chunk, rows), 1), min(-(-classes // (slabs * _ALIGNED)) * _ALIGNED, classes))
 
 
-def linear_cross_entropy(descriptor: _Linear, arguments: Mapping[str, Any]) -> None:
+def linear_cross_entropy(descriptor: LinearDescriptor, arguments: Mapping[str, Any]) -> None:
     """Either operation on the plan's arguments, on the current stream of their device."""
     with torch.no_grad(), torch.autocast(arguments["hidden"].device.type, enabled=False):
         _Problem(descriptor, arguments).compute()
@@ -67,7 +67,7 @@ def linear_cross_entropy(descriptor: _Linear, arguments: Mapping[str, Any]) -> N
 class _Problem:
     """A call: the plan's arguments, and what is held."""
 
-    def __init__(self, descriptor: _Linear, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, descriptor: LinearDescriptor, arguments: Mapping[str, Any]) -> None:
         self._descriptor, self._arguments = descriptor, arguments
         self._whole = descriptor.logits.validated()
         self._hidden, self._weight, self._targets = (arguments[name] for name in ("hidden", "weight", "targets"))

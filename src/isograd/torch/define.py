@@ -81,7 +81,7 @@ def operator(
 
 # --- gradients -------------------------------------------------------------------------------------------------------
 _AFTER_AUTOGRAD = torch._C._after_autograd_keyset
-_transforms_active = torch._C._are_functorch_transforms_active
+transforms_active = torch._C._are_functorch_transforms_active
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def _node(op: Any, gradient: Gradient) -> Any:
             if several:
                 ctx.set_materialize_grads(False)
             with torch._C._AutoDispatchBelowAutograd():
-                if _transforms_active():
+                if transforms_active():
                     with _differentiable():
                         output = redispatch(keyset & _AFTER_AUTOGRAD, *args)
                 else:
@@ -158,7 +158,7 @@ def _differentiated(op: Any, gradient: Gradient) -> Callable[..., Any]:
                 return redispatch(keyset & _AFTER_AUTOGRAD, *args)
         if len(args) < count:
             args += defaults[len(args) :]
-        if not _transforms_active():
+        if not transforms_active():
             return apply(*args, keyset)
         with enable_single_level_autograd_function():
             return apply(*args, keyset)

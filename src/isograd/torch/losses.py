@@ -7,6 +7,7 @@ from torch import Tensor
 
 from isograd.errors import InvalidProblemError, UnsupportedError
 from isograd.losses import promises
+from isograd.losses.linear_cross_entropy import checked_preference
 from isograd.losses.reductions import checked_reduction, number
 from isograd.torch.indexing import enter
 from isograd.torch.ops_cross_entropy import CROSS_ENTROPY
@@ -94,12 +95,13 @@ def linear_cross_entropy(
     reduction: str = "mean",
     count: float | None = None,
     chunk: int | None = None,
+    preference: str | None = None,
 ) -> Tensor:
     """Cross entropy of `hidden @ weight.T + bias`, of whose logits no more than a chunk is ever held.
 
     hidden: [..., features]; weight: [classes, features]; targets: class indices, [...]; bias: [classes]. class_weight
-    and the other options are those of `cross_entropy`; chunk: rows at a time. The loss is in the work type (float32 for
-    16 bits).
+    and the other options are those of `cross_entropy`; chunk: rows at a time; preference: the name of a kernel. The
+    loss is in the work type (float32 for 16 bits).
 
     Where a gradient is needed and the losses are reduced, it is computed along with the loss, for a loss gradient of 1,
     and multiplied by the one that arrives. hidden, weight and bias have gradients; there are no second derivatives.
@@ -125,6 +127,7 @@ def linear_cross_entropy(
         reduction,
         None if count is None else number(name, "count", count),
         None if chunk is None else integer(name, "chunk", chunk),
+        checked_preference(name, preference),
         torch.is_grad_enabled() and differentiated and reduction != "none",
     )[0]
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from isograd import registry
 from isograd.errors import UnsupportedError
+from isograd.memory import with_huge_pages
 from isograd.softmax.plans import (
     KINDS,
     SoftmaxBackwardDescriptor,
@@ -53,7 +54,7 @@ def _forward(kind: str, input: Tensor, dim: int, dtype: torch.dtype | None = Non
         input = input.to(dtype)  # noqa: A001
     x = usable(kind, "input", input)
     plan = forward_plan(kind, x.shape, x.dtype, dim, x.device.type, registry.generation())
-    y = torch.empty_like(x)
+    y: Tensor = with_huge_pages(torch.empty_like(x))
     launch(plan, x=x, y=y)
     return y if input.dim() else y.reshape(())
 
@@ -63,7 +64,7 @@ def _backward(kind: str, dy: Tensor, y: Tensor, dim: int) -> Tensor:
     require_same(operation, dy, y)
     gradient, result = usable(operation, "dy", dy), usable(operation, "y", y)
     plan = backward_plan(kind, result.shape, result.dtype, dim, result.device.type, registry.generation())
-    dx = torch.empty_like(result)
+    dx: Tensor = with_huge_pages(torch.empty_like(result))
     launch(plan, dy=gradient, y=result, dx=dx)
     return dx if y.dim() else dx.reshape(())
 

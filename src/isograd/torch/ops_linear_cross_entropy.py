@@ -2,10 +2,12 @@
 
     linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, Tensor? bias=None, Tensor? class_weight=None,
                          int ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0, str reduction="mean",
-                         float? count=None, int? chunk=None, bool gradient=False) -> (Tensor, Tensor, Tensor, Tensor)
+                         float? count=None, int? chunk=None, str? preference=None, bool gradient=False)
+        -> (Tensor, Tensor, Tensor, Tensor)
     linear_cross_entropy_backward(Tensor dloss, Tensor hidden, Tensor weight, Tensor targets, Tensor? bias,
                                   Tensor? class_weight, int ignore_index, float label_smoothing, float z_loss,
-                                  str reduction, float? count, int? chunk) -> (Tensor, Tensor, Tensor)
+                                  str reduction, float? count, int? chunk, str? preference)
+        -> (Tensor, Tensor, Tensor)
 
 The loss is in the work type. With `gradient` the gradients of hidden, weight and bias for a loss gradient of 1 follow
 it: computing them with the loss saves a product. There are no second derivatives.
@@ -13,6 +15,7 @@ it: computing them with the loss saves a product. There are no second derivative
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from isograd.errors import InvalidProblemError, UnsupportedError
@@ -97,6 +100,7 @@ def _linear_fake(
     reduction: str = "mean",
     count: float | None = None,
     chunk: int | None = None,
+    preference: str | None = None,
     gradient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _require_linear("linear_cross_entropy", hidden, weight, targets, bias, class_weight, reduction)
@@ -117,11 +121,12 @@ def _linear(
     reduction: str = "mean",
     count: float | None = None,
     chunk: int | None = None,
+    preference: str | None = None,
     gradient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     name = "linear_cross_entropy"
     _require_linear(name, hidden, weight, targets, bias, class_weight, reduction)
-    options = (ignore_index, label_smoothing, z_loss, reduction, count, chunk)
+    options = (ignore_index, label_smoothing, z_loss, reduction, count, chunk, preference)
     given = _linear_problem(name, hidden, weight, targets, bias, class_weight, options)
     if not gradient:
         loss = linear.reduced(given, linear.forward(given))
@@ -180,6 +185,14 @@ def _refuse_second(*args: Any) -> Any:
     )
 
 
+def _scaled(gradient: Tensor, dloss: Tensor) -> Tensor:
+    """A gradient for a loss gradient of 1 times the one that arrived."""
+    g = wide(gradient)[0]
+    if torch.is_grad_enabled() or type(g) is not Tensor or type(dloss) is not Tensor or define.transforms_active():
+        return (g * dloss).to(gradient.dtype)
+    return torch.mul(g, dloss, out=empty(g.shape, g)).to(gradient.dtype)  # on huge pages
+
+
 def _differentiate_linear(
     node: Any, saved: Saved, dloss: Tensor | None, *others: Tensor | None
 ) -> tuple[Tensor | None, ...]:
@@ -188,7 +201,7 @@ def _differentiate_linear(
     if dloss is None:
         return (None,)
     if node.gradient:
-        gradients = [(wide(g)[0] * dloss).to(g.dtype) for g in saved]
+        gradients = [_scaled(g, dloss) for g in saved]
     else:
         gradients = LINEAR_CROSS_ENTROPY_BACKWARD(dloss, *saved, *node.options)
     dhidden, dweight, dbias = gradients
@@ -198,7 +211,7 @@ def _differentiate_linear(
 LINEAR_CROSS_ENTROPY: define.Operator = define.operator(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, Tensor? bias=None, Tensor? class_weight=None, "
     'int ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0, str reduction="mean", float? count=None, '
-    "int? chunk=None, bool gradient=False) -> (Tensor, Tensor, Tensor, Tensor)",
+    "int? chunk=None, str? preference=None, bool gradient=False) -> (Tensor, Tensor, Tensor, Tensor)",
     run=_linear,
     fake=_linear_fake,
     gradient=define.Gradient(_save_linear, _differentiate_linear, _refuse_second),
@@ -207,7 +220,7 @@ LINEAR_CROSS_ENTROPY: define.Operator = define.operator(
 LINEAR_CROSS_ENTROPY_BACKWARD: define.Operator = define.operator(
     "linear_cross_entropy_backward(Tensor dloss, Tensor hidden, Tensor weight, Tensor targets, Tensor? bias, "
     "Tensor? class_weight, int ignore_index, float label_smoothing, float z_loss, str reduction, float? count, "
-    "int? chunk) -> (Tensor, Tensor, Tensor)",
+    "int? chunk, str? preference) -> (Tensor, Tensor, Tensor)",
     run=_linear_backward,
     fake=_linear_backward_fake,
     gradient=define.Gradient(lambda node, inputs, output: (), _refuse_second, _refuse_second),

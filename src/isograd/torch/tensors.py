@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isograd import arrays, registry
+from isograd import arrays, memory, registry
 from isograd.errors import DeviceMismatchError, InvalidProblemError, UnsupportedError
 from isograd.plan import DTYPES as DTYPE_NAMES
 from isograd.plan import INDEX_DTYPES as INDEX_DTYPE_NAMES
@@ -113,7 +113,8 @@ def require_same_dtype(operation: str, tensor: Tensor, name: str, other: Tensor,
 
 def empty(shape: Shape, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A contiguous tensor that waits to be written, of the dtype (unless given) and on the device of another."""
-    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+    tensor = torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+    return memory.with_huge_pages(tensor) if type(tensor) is Tensor else tensor  # a fake one has no memory
 
 
 Like = tuple[torch.Size, torch.dtype, torch.device]
