@@ -202,7 +202,7 @@ inline float widen(float x) { return x; }
 inline float widen(half x) {
   const uint bits = as_type<ushort>(x), sign = (bits & 0x8000u) << 16, field = (bits >> 10) & 31u, m = bits & 0x3FFu;
   if (field == 31) return as_float(int(sign | INFINITE | (m << 13)));
-  if (field == 0) return as_float(int(sign | as_type<uint>(float(m) * pow2(-24))));
+  if (field == 0) return packed(sign != 0, m, -24);
   return as_float(int(sign | ((field + 112) << 23) | (m << 13)));
 }
 
