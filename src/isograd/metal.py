@@ -38,7 +38,7 @@ class Launch(NamedTuple):
 @functools.cache
 def source(family: str) -> str:
     """The kernels of a family as one text in ASCII, which is all that Metal's compiler is handed."""
-    return _with_headers(f"isograd/{family}/metal_kernels.metal", set())
+    return text_of(f"isograd/{family}/metal_kernels.metal")
 
 
 @functools.cache
@@ -47,17 +47,10 @@ def functions(family: str) -> str:
     return source(family).partition(_ENTRY_POINTS)[0]
 
 
-def _with_headers(path: str, seen: set[str]) -> str:
-    """A file with the text of each header in the place where it is first included."""
+def text_of(path: str) -> str:
+    """A file of the package with the text of each header where it is included; a header may be included once."""
     text = importlib.resources.files("isograd").joinpath(*path.split("/")[1:]).read_text("ascii")
-
-    def header(match: re.Match[str]) -> str:
-        if match[1] in seen:
-            return ""
-        seen.add(match[1])
-        return _with_headers(match[1], seen)
-
-    return _INCLUDE.sub(header, text.replace("#pragma once\n", ""))
+    return _INCLUDE.sub(lambda match: text_of(match[1]), text.replace("#pragma once\n", ""))
 
 
 def threads_for(columns: int) -> int:

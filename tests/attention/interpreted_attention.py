@@ -180,7 +180,7 @@ def right(case: Case, got: dict[str, Any]) -> bool:
     q, k, v, do = (a[name] for name in ("q", "k", "v", "do"))
     with np.errstate(all="ignore"):
         o, lse = reference.oracle_attention(q, k, v, case.options, case.inputs)
-        given = {"q": q, "k": k, "v": v, "options": case.options, "inputs": case.inputs}
+        given = {"q": q, "k": k, "v": v, "options": case.options, **named(case.inputs)}
         allowed = bounds.error_bound("attention", narrowed)(**given)
         fine = [_within(got["o"], o, allowed[0]), _within(got["lse"], lse, allowed[1])]
         given |= {"do": do, "o": got["o"], "lse": got["lse"], "dlse": e.get("dlse")}
@@ -188,10 +188,19 @@ def right(case: Case, got: dict[str, Any]) -> bool:
             do, q, k, v, case.options, case.inputs, e.get("dlse"), got["o"], got["lse"]
         )
         allowed = bounds.error_bound("attention_backward", narrowed)(**given)
-    for name, x, bound in zip(NAMES, gradients, allowed, strict=True):
-        if x is not None:
-            fine.append(_within(got[name], x, bound))
+    present = [(name, x) for name, x in zip(NAMES, gradients, strict=True) if x is not None]
+    for (name, x), bound in zip(present, allowed, strict=True):
+        fine.append(_within(got[name], x, bound))
     return all(fine)
+
+
+def named(inputs: Inputs) -> dict[str, Any]:
+    """The optional operands by the names that a plan has for them."""
+    found = {"bias": inputs.bias, "mask": inputs.mask, "sinks": inputs.sinks}
+    pairs = {"segment_ids": ("q_segment_ids", "k_segment_ids"), "cu_seqlens": ("cu_seqlens_q", "cu_seqlens_k")}
+    for pair, names in pairs.items():
+        found |= dict(zip(names, getattr(inputs, pair) or (None, None), strict=True))
+    return {name: x for name, x in found.items() if x is not None}
 
 
 def _within(got: Any, exact: Any, bound: Any) -> bool:

@@ -253,3 +253,14 @@ def test_what_is_not_served_and_what_is_nothing() -> None:
     assert list(KERNEL.launches(descriptor, {"q": none, "k": empty, "v": empty, "o": none, "lse": lse})) == []
     assert not none.any()
     assert lse.eq(float("-inf")).all()
+
+
+def test_no_queries_or_keys_have_zero_gradients() -> None:
+    _, fields = _problem((1, 1, 1, 0, 4, 64, 64, False), "float32")
+    descriptor = AttentionBackwardDescriptor(**fields).validated()
+    gradients = {name: torch.ones(operand.shape) for operand in descriptor.operands() if (name := operand.name)}
+    assert list(KERNEL.launches(descriptor, gradients)) == []
+    assert not gradients["dk"].any()
+    assert not gradients["dv"].any()
+    descriptor = AttentionDescriptor(**fields).validated()
+    assert list(KERNEL.launches(descriptor, {name: gradients[name] for name in ("q", "k", "v", "o", "lse")})) == []

@@ -158,3 +158,7 @@ def test_nothing_to_take_from() -> None:
         isograd.check()
     none = torch.empty(2, 0)
     assert not _summed((2, 4), none.to(torch.int64), none, 1, 0).any()
+    descriptor = TakeAlongAxisDescriptor((2, 3), (2, 0), "float32").validated()
+    assert list(KERNEL.launches(descriptor, {"x": torch.ones(2, 3), "indices": none.to(torch.int64), "v": none})) == []
+    descriptor = TakeAlongAxisDescriptor((2, 1 << 32), (2, 1), "float32").validated()
+    assert "elements along the axis" in str(KERNEL.reject(descriptor))

@@ -1,7 +1,6 @@
 """The contract's arithmetic in Metal, operation by operation, with subnormals kept and flushed."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,12 +8,12 @@ import pytest
 from emulator import FLUSHES, library, needs_compiler
 from problems import BFLOAT16
 
-import isograd
+from isograd import metal
 from isograd.numerics import constants as c
 from isograd.numerics import reference as ref
 
 pytestmark = needs_compiler
-HEADER = (Path(isograd.__file__).parent / "numerics" / "metal_ops.h").read_text("ascii")
+HEADER = metal.text_of("isograd/numerics/metal_sums.h")
 _NEEDS_FLUSH = pytest.mark.skipif(not FLUSHES, reason="only x86-64 can be told to flush subnormal numbers")
 _FLUSH = pytest.mark.parametrize("flush", [False, pytest.param(True, marks=_NEEDS_FLUSH)])
 

@@ -15,7 +15,10 @@ from isograd.attention.descriptors import AttentionBackwardDescriptor, Attention
 from isograd.attention.metal import MetalAttention  # noqa: E402
 from isograd.attention.options import AttentionOptions  # noqa: E402
 from isograd.cli.suites import SUITES, cases  # noqa: E402
+from isograd.gather.plans import TakeAlongAxisBackwardDescriptor, TakeAlongAxisDescriptor  # noqa: E402
 from isograd.mlx_kernel import MetalKernel, dtype_name  # noqa: E402
+from isograd.router.descriptors import MoeRouterDescriptor  # noqa: E402
+from isograd.softmax.plans import SoftmaxDescriptor  # noqa: E402
 
 pytestmark = needs_compiler
 _ALL = sorted({e.operation for e in registry.kernels() if e.device == "mlx" and isinstance(e.kernel, MetalKernel)})
@@ -189,9 +192,40 @@ def test_attention(shape: tuple[int, ...], dtype: str) -> None:
             assert same_bits(got, array(wanted))
 
 
+@pytest.mark.parametrize("operation", _ALL)
+def test_what_the_kernels_promise(operation: str) -> None:
+    case = cases(operation, "float32")[0]
+    descriptor = SUITES[operation].descriptor(case, "float32").validated()
+    sku = registry.find_kernel(descriptor, "mlx", None).sku(descriptor)
+    assert (sku.backend, sku.arch) == ("metal", "apple")
+    assert sku.precision_guarantee.deterministic
+    assert sku.precision_guarantee.bit_stable_across_hardware == operation.startswith("take_along_axis")
+
+
+def test_nothing_to_compute_and_nothing_to_take_from() -> None:
+    def evaluated(descriptor: Any, **inputs: Any) -> list[Any]:
+        checked = descriptor.validated()
+        results = registry.find_kernel(checked, "mlx", None).evaluate(checked, inputs)
+        return [np.array(r).tolist() for r in results]
+
+    none, places = mx.zeros((2, 0)), mx.zeros((2, 0), dtype=mx.int64)
+    assert evaluated(SoftmaxDescriptor("softmax", (2, 0), "float32", 0), x=none) == [[[], []]]
+    take = TakeAlongAxisDescriptor((2, 3), (2, 0), "float32")
+    assert evaluated(take, x=mx.zeros((2, 3)), indices=places) == [[[], []]]
+    add = TakeAlongAxisBackwardDescriptor((2, 3), (2, 0), "float32")
+    assert evaluated(add, indices=places, dv=none) == [[[0, 0, 0]] * 2]
+    assert evaluated(MoeRouterDescriptor((0, 3), 2, "float32"), logits=mx.zeros((0, 3))) == [[], []]
+    q, k = mx.zeros((1, 1, 2, 16)), mx.zeros((1, 1, 0, 16))
+    o, lse = evaluated(AttentionDescriptor(1, 1, 1, 2, 0, 16, 16, "float32"), q=q, k=k, v=k)
+    assert not np.any(o)
+    assert lse == [[[-np.inf] * 2]]
+    empty, places = np.zeros((2, 0), np.float16), np.zeros((2, 3), np.int64)
+    graph = _graph(TakeAlongAxisDescriptor((2, 0), (2, 3), "float16"), x=empty, indices=places)
+    assert np.isnan(graph.run(0, empty, places)[0]).all()
+
+
 def test_an_axis_that_is_not_the_last_one_is_moved() -> None:
     from isograd.softmax import reference
-    from isograd.softmax.plans import SoftmaxDescriptor
 
     x = stored(np.random.default_rng(1).standard_normal((9, 5)), "bfloat16")
     graph = _graph(SoftmaxDescriptor("softmax", (9, 5), "bfloat16", 0), x=x)

@@ -1,10 +1,10 @@
 // Attention in Metal: forward, the row sums of o * do, dK and dV, and dQ. Causal or full, grouped heads, any strides.
 // Formulas: reference.py.
 //
-// A threadgroup of 8 simdgroups owns ROWS rows of one head, two for each simdgroup, and goes over the other side's rows in
-// tiles of 32, one for each lane. Matrices are staged in threadgroup memory in pieces of 64 columns. A row's result
+// A threadgroup of 8 simdgroups owns ROWS rows of one head, two for each simdgroup, and goes over the other side's rows
+// in tiles of 32, one for each lane. Matrices are staged in threadgroup memory in pieces of 64 columns. A row's result
 // depends on its own place and on the other side alone, so not on the batch; products are fma chains in float.
-#include "isograd/numerics/metal_ops.h"
+#include "isograd/numerics/metal_sums.h"
 
 namespace isograd {
 
@@ -248,9 +248,9 @@ void key_gradient_tile(Problem p, Matrix<Q> q, Matrix<K> k, Matrix<V> v, Matrix<
 }
 
 // --- whole problems --------------------------------------------------------------------------------------------------
-// layout: batch, heads, heads of k and v, queries, keys, columns of q and k, columns of v, causal, the key that query 0 is
-// level with, bits of the scale, whether there is a dlse, and the strides of q, k, v, o, do, dq, dk, dv (four each), lse
-// and dlse (three each)
+// layout: batch, heads, heads of k and v, queries, keys, columns of q and k, columns of v, causal, the key that query 0
+// is level with, bits of the scale, whether there is a dlse, and the strides of q, k, v, o, do, dq, dk, dv (four each),
+// lse and dlse (three each)
 constant constexpr int TO_Q = 11, TO_K = 15, TO_V = 19, TO_O = 23, TO_DO = 27, TO_DQ = 31, TO_DK = 35, TO_DV = 39;
 constant constexpr int TO_LSE = 43, TO_DLSE = 46;
 

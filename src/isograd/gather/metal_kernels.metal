@@ -1,5 +1,5 @@
 // take_along_axis and its gradient in Metal: any strides, integer arithmetic alone. Formulas: reference.py.
-#include "isograd/numerics/metal_ops.h"
+#include "isograd/numerics/metal_sums.h"
 
 namespace isograd {
 
@@ -48,14 +48,14 @@ float list_sum(uint first, V values, long step, N next) {
   return number(sum, exponent - QUANTUM_BITS);
 }
 
-// A line of k sources summed into n destinations. `heads` (n words) and `next` (k words) are scratch memory of the group:
-// the sources of each destination in a list, whose order differs from run to run and changes no sum.
+// A line of k sources summed into n destinations. `heads` (n words) and `next` (k words) are scratch memory of the
+// group: the sources of each destination in a list, whose order differs from run to run and changes no sum.
 template <typename I, typename V, typename O>
 void scatter_line(I indices, long index_step, V values, long value_step, O out, long out_step, long n, long k,
                   device uint* heads, device uint* next, device long* flag, long code, long position,
                   long position_step, uint lane, uint threads) {
-  // The next line may begin at once: a thread reads and clears the heads of its own destinations alone, and no source is
-  // listed before all have arrived here.
+  // The next line may begin at once: a thread reads and clears the heads of its own destinations alone, and no source
+  // is listed before all have arrived here.
   for (long d = lane; d < n; d += threads) heads[d] = 0;
   threadgroup_barrier(mem_flags::mem_device);
   for (long j = lane; j < k; j += threads) {
@@ -73,8 +73,8 @@ void scatter_line(I indices, long index_step, V values, long value_step, O out, 
 }  // namespace isograd
 
 // --- entry points ----------------------------------------------------------------------------------------------------
-// layout: elements of v, size of the axis, x's stride along it, code of the fault, bits of NaN, rank, shape of v, and the
-// strides of x (0 along the axis), indices and v
+// layout: elements of v, size of the axis, x's stride along it, code of the fault, bits of NaN, rank, shape of v, and
+// the strides of x (0 along the axis), indices and v
 template <typename T, typename I>
 [[kernel]] void take(device const T* x [[buffer(0)]], device const I* indices [[buffer(1)]], device T* v [[buffer(2)]],
                      constant long* layout [[buffer(3)]], device long* flag [[buffer(4)]],
@@ -84,8 +84,8 @@ template <typename T, typename I>
   }
 }
 
-// layout: lines, n, k, words of scratch memory a group, code of the fault, rank of the other dimensions, their sizes, and
-// for indices, values, out and the flat position: the stride along the axis and along the others
+// layout: lines, n, k, words of scratch memory a group, code of the fault, rank of the other dimensions, their sizes,
+// and for indices, values, out and the flat position: the stride along the axis and along the others
 template <typename T, typename I>
 [[kernel]] void scatter(device const I* indices [[buffer(0)]], device const T* values [[buffer(1)]],
                         device T* out [[buffer(2)]], device uint* scratch [[buffer(3)]],

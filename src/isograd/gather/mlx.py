@@ -62,7 +62,7 @@ class MlxGather(MetalKernel):
         layout = [count, d.shape[d.axis], step, 1, NAN_BITS[d.dtype], len(strides)]
         layout += [*d.indices_shape, *strides, *places, *places]
         # A buffer of no elements is none; every index is out of range then.
-        source = x.view(getattr(mx, bits)) if d.shape[d.axis] else mx.zeros((1,), getattr(mx, bits))
+        source = x.view(getattr(mx, bits)) if d.shape[d.axis] else mx.array([0], dtype=getattr(mx, bits))
         given = {"x": source, "indices": indices}
         groups = min(-(-count // metal.MOST_THREADS), metal.MOST_GROUPS)
         body = _TAKE.replace("BITS", "uint" if bits == "uint32" else "ushort")

@@ -229,8 +229,9 @@ void route_token_backward(G dweights, long gradient_step, X logits, long logit_s
 }  // namespace isograd
 
 // --- entry points ----------------------------------------------------------------------------------------------------
-// layout: tokens, experts, k, groups, chosen groups, softmax, renormalize, has_bias, bits of the scale, the bias's stride,
-// rank of the tokens, their sizes, and for logits, weights and experts the stride along the last axis and along the others
+// layout: tokens, experts, k, groups, chosen groups, softmax, renormalize, has_bias, bits of the scale, the bias's
+// stride, rank of the tokens, their sizes, and for logits, weights and experts the stride along the last axis and along
+// the others
 template <typename T>
 [[kernel]] void route(device const T* logits [[buffer(0)]], device const float* bias [[buffer(1)]],
                       device float* weights [[buffer(2)]], device long* experts [[buffer(3)]],
@@ -262,8 +263,8 @@ template <typename T>
   }
 }
 
-// layout: tokens, experts, k, softmax, renormalize, bits of the scale, code of the fault, rank of the tokens, their sizes,
-// and for dweights, logits, experts and dlogits the stride along the last axis and along the others
+// layout: tokens, experts, k, softmax, renormalize, bits of the scale, code of the fault, rank of the tokens, their
+// sizes, and for dweights, logits, experts and dlogits the stride along the last axis and along the others
 template <typename T, typename I>
 [[kernel]] void route_backward(device const float* dweights [[buffer(0)]], device const T* logits [[buffer(1)]],
                                device const I* experts [[buffer(2)]], device T* dlogits [[buffer(3)]],

@@ -1,11 +1,12 @@
 // What a softmax over a row is computed from, in Metal; for the softmax family and the router. Formulas: reference.py.
 #pragma once
-#include "isograd/numerics/metal_ops.h"
+#include "isograd/numerics/metal_sums.h"
 
 namespace isograd {
 
 // --- what a row's exponentials are computed from ---------------------------------------------------------------------
-// Exponentials are exp(x - base) / 2^exponent, times 2^64 (in 16 bits 2^30); a row without a finite maximum is not valid.
+// Exponentials are exp(x - base) / 2^exponent, times 2^64 (in 16 bits 2^30); a row without a finite maximum is not
+// valid.
 struct Row {
   int key;
   bool valid;

@@ -346,7 +346,8 @@ inline int run(Triple grid, Triple threads, unsigned seed, bool flush, bool towa
   } else {
     for (uint32_t z = 0; z < group.groups.z; z++)
       for (uint32_t y = 0; y < group.groups.y; y++)
-        for (uint32_t x = 0; x < group.groups.x && group.error.empty(); x++) run_group({x, y, z}, threads, seed, random);
+        for (uint32_t x = 0; x < group.groups.x && group.error.empty(); x++)
+          run_group({x, y, z}, threads, seed, random);
   }
   guarded = false;
   control(before);
