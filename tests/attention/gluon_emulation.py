@@ -284,13 +284,6 @@ def _store(pointer: Pointer, value: Any, mask: Any = True) -> None:
     pointer.array[offsets[inside]] = values[inside]
 
 
-def _atomic_add(pointer: Pointer, value: int, sem: str) -> int:
-    with Barrier.changed:
-        old = int(pointer.array[pointer.offset])
-        pointer.array[pointer.offset] += value
-    return _Index(old)
-
-
 def _allocate(dtype: Any, shape: Any, layout: Any) -> Any:
     if layout == "mbarrier":
         return Barriers(Barrier() for _ in range(shape[0])) if len(shape) == 2 else Barrier()
@@ -309,11 +302,6 @@ def _specialize(partitions: Any, warps: Any, registers: Any) -> None:
     threads = [program.launch.thread(program, function, arguments) for function, arguments in partitions]
     for thread in threads:
         thread.join()
-
-
-def _highest(x: Any, axis: int) -> Any:
-    found = np.max(np.asarray(x), axis)
-    return _Index(found) if found.ndim == 0 else _tensor(found)
 
 
 def _where(condition: Any, a: Any, b: Any) -> Any:
@@ -355,14 +343,13 @@ gl = types.SimpleNamespace(
     exp2=_number(np.exp2, None),
     log2=_number(np.log2, None),
     fma=_fma,
-    max=_highest,
+    max=lambda x, axis: _tensor(np.max(np.asarray(x), axis)),
     sum=lambda x, axis: _tensor(np.sum(np.asarray(x), axis, dtype=np.float32)),
     split=_split,
     join=lambda a, b: _tensor(np.stack([a, b], -1)),
     convert_layout=lambda x, layout, assert_trivial=False: x,
     load=_load,
     store=_store,
-    atomic_add=_atomic_add,
     allocate_shared_memory=_allocate,
     inline_asm_elementwise=_assembly,
     warp_specialize=_specialize,
