@@ -83,8 +83,8 @@ for _operation in OPERATIONS:
     for _dtype in dtypes_of("cuda"):
         register_kernel(_operation, "cuda", _dtype, TritonAttention())
 
-# After Triton's, and so by preference only: a sequence would have other bits alone than packed among others, which these
-# kernels do not take.
+# After Triton's, and so by preference only: these kernels do not take packed sequences, and a sequence would have other
+# bits alone than among others.
 for _operation in ("attention", "attention_backward"):
     for _dtype in ("float16", "bfloat16"):
         register_kernel(_operation, "cuda", _dtype, HopperAttention())
