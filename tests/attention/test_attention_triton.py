@@ -21,7 +21,7 @@ from isograd.attention.options import AttentionOptions  # noqa: E402
 from isograd.reduction import cuda as reduction  # noqa: E402
 
 SCRIPT = Path(__file__).parent / "interpreted_attention.py"
-SUITES = {"options": 30, "shapes": 49, "fixed": 30, "packed": 70, "dropout": 4, "faults": 10, "delta": 9}
+SUITES = {"options": 30, "shapes": 26, "fixed": 30, "packed": 46, "dropout": 4, "faults": 10, "delta": 9}
 KERNELS = {"attention_forward", "attention_rows", "attention_backward_keys", "attention_backward_queries"}
 
 

@@ -32,6 +32,15 @@ def few(every: int, *parts: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
             yield tuple(part[i] for part, i in zip(parts, places, strict=True))
 
 
+def around(count: int, *parts: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """`count` combinations that go round all parts at once, each slower than the one before; exhaustive runs take all."""
+    if EXHAUSTIVE:
+        yield from itertools.product(*parts)
+    else:
+        for n in range(count):
+            yield tuple(part[n // (i + 1) % len(part)] for i, part in enumerate(parts))
+
+
 def report(suites: Mapping[str, Callable[[], Iterable[tuple[str, bool]]]]) -> None:
     """Run the suites that the command names: a line with name, cases and wrong cases each, the wrong ones on stderr."""
     patch_index()
