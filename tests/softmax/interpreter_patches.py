@@ -33,7 +33,7 @@ def few(every: int, *parts: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def around(count: int, *parts: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """`count` combinations that go round all parts at once, each slower than the one before; exhaustive runs take all."""
+    """`count` combinations that go round all parts, each slower than the one before; exhaustive runs take all."""
     if EXHAUSTIVE:
         yield from itertools.product(*parts)
     else:
