@@ -8,6 +8,8 @@ from attention_problems import make, run
 import isograd as ig
 from isograd import registry
 from isograd.attention import reference
+from isograd.attention.bounds import error_bound
+from isograd.attention.options import AttentionOptions
 
 
 def arrays(*shapes, seed=0, dtype=np.float32):
@@ -227,3 +229,39 @@ def test_what_the_plans_promise():
         assert promise.bit_stable_on_same_hardware
         assert promise.batch_invariant
         assert promise.order_invariant == promise.bit_stable_across_hardware == (operation == "attention_delta")
+
+
+def test_a_row_that_sees_nothing_has_no_gradient_whatever_is_asked_of_it():
+    rng = np.random.default_rng(3)
+    q, k, v, do = (rng.standard_normal((1, 2, 6, 16)).astype(np.float32) for _ in range(4))
+    mask = np.ones((6, 6), np.bool_)
+    mask[2] = False
+    o, lse = ig.attention(q, k, v, mask=mask, return_lse=True)
+    dlse = 2 * lse  # of a loss of lse squared: -inf there
+    do[:, :, 2] = np.nan
+    found = ig.attention_backward(do, q, k, v, o, lse, dlse=dlse, mask=mask)
+    do[:, :, 2], dlse[:, :, 2] = 0, 0
+    plain = ig.attention_backward(do, q, k, v, o, lse, dlse=dlse, mask=mask)
+    for name in ("dq", "dk", "dv"):
+        assert np.isfinite(getattr(plain, name)).all()
+        assert getattr(found, name).tobytes() == getattr(plain, name).tobytes()
+    assert not found.dq[:, :, 2].any()
+
+
+def test_the_bound_covers_probabilities_that_underflow():
+    q, k, v = (np.zeros((1, 1, n, 16), np.float32) for n in (1, 2, 2))
+    v[0, 0, 1] = 1e30
+    bias = np.array([[[[0, -101.7]]]], np.float32)
+    o = ig.attention(q, k, v, bias=bias)
+    exact, _ = reference.oracle_attention(q, k, v, inputs=reference.Inputs(bias=bias))
+    bound, _ = error_bound("attention")(q=q, k=k, v=v, bias=bias)
+    error = np.abs(o - exact).max()
+    assert 2.0**-24 * np.abs(exact).max() < error <= bound.max()
+
+
+def test_windows_wider_than_any_length_see_everything():
+    rng = np.random.default_rng(4)
+    q, k, v = (rng.standard_normal((1, 1, 6, 16)).astype(np.float32) for _ in range(3))
+    whole = ig.attention(q, k, v)
+    assert ig.attention(q, k, v, window=(2**63, 10**30)).tobytes() == whole.tobytes()
+    assert reference.visible(AttentionOptions(window=(2**63, None)), 6, 6).all()

@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("torch.library", reason="needs torch")
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import isograd as ig
 import isograd.torch as igt
@@ -272,3 +273,40 @@ def test_what_the_switch_leaves_to_torch_and_says_so():
     with igt.use(), pytest.raises(RuntimeError, match="at least 2 dimensional") as caught:  # torch's own
         sdpa(q[0, 0, 0], k, v)
     assert "isograd" not in str(type(caught.value))
+
+
+def test_causal_biases_are_causality_of_either_alignment():
+    q, k, v = random((1, 2, 5, 16), (1, 2, 7, 16), (1, 2, 7, 16), dtype=torch.float32)
+    for bias in (causal_upper_left(5, 7), causal_lower_right(5, 7)):
+        torch.testing.assert_close(
+            igt.scaled_dot_product_attention(q, k, v, bias), F.scaled_dot_product_attention(q, k, v, bias)
+        )
+        with pytest.raises(ig.InvalidProblemError, match="attn_mask is a CausalBias and is_causal is True"):
+            igt.scaled_dot_product_attention(q, k, v, bias, is_causal=True)
+        with pytest.raises(ig.UnsupportedError, match="bias is a CausalBias"):
+            igt.attention(q, k, v, bias=bias)
+
+
+def test_heads_that_do_not_divide_are_refused():
+    q, k, v = random((2, 2, 5, 16), (2, 4, 7, 16), (2, 2, 7, 16), dtype=torch.float32)
+    with pytest.raises(ig.InvalidProblemError, match="query, key and value have 2, 4, 2 heads"):
+        igt.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def test_dynamic_shapes_and_numbers_compile():
+    torch._dynamo.reset()
+    q, k = random((2, 3, 5, 16), (2, 3, 7, 16), dtype=torch.float32)
+    compiled = torch.compile(
+        lambda q, k: igt.scaled_dot_product_attention(q, k, k), fullgraph=True, backend="aot_eager", dynamic=True
+    )
+    for length in (5, 3, 4):
+        part = q[:, :, :length]
+        assert torch.equal(compiled(part, k), igt.scaled_dot_product_attention(part, k, k))
+    scaled = torch.compile(lambda x: igt.attention(q, k, k, scale=x, softcap=x), fullgraph=True, backend="aot_eager")
+    for x in (0.3, 0.5, 0.7):
+        assert torch.equal(scaled(x), igt.attention(q, k, k, scale=x, softcap=x))
+
+
+def test_wide_windows():
+    (q,) = random((1, 2, 5, 16), dtype=torch.float32)
+    assert torch.equal(igt.attention(q, q, q, window=(2**63, None)), igt.attention(q, q, q))

@@ -4,6 +4,7 @@ u is half an ulp of 1 in the work type, n the number of keys, m that of the quer
 
     e_ij = |scale| (D + 4) u Σ|q k| + 8u |s_ij| + u |bias_ij|          how far a score may be off
     r    = half an ulp of 1 in the storage type where the kernel rounds P and dS to it, else 0
+    t    = 2^-126 (float64: 2^-1022), what a probability loses where it underflows; it enters as P does
 
     o      (expm1(2 max_j e_ij + 16u (1 + max_j |s_ij|) + 2u (n + 16)) + u (n + 8) + r) · Σ P |v|  + ulp/2
     lse    the argument of that expm1 + u |lse|
@@ -30,6 +31,8 @@ from isograd.softmax.bounds import ulp
 
 # Half an ulp of 1, and half of the smallest subnormal, where probabilities are stored in 16 bits.
 _NARROWED = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}
+# What a probability in the work type may lose where it underflows: GPUs flush what is not normal.
+_UNDERFLOW = {"float64": 2.0**-1022}
 
 
 def _unit(dtype: str) -> float:
@@ -50,6 +53,7 @@ class _Scores:
         self.dtype = q.dtype.name
         self.u = u = _unit(self.dtype)
         self.narrowing, self.tiny = _NARROWED.get(self.dtype, (0.0, 0.0)) if narrowed else (0.0, 0.0)
+        self.tiny += _UNDERFLOW.get(self.dtype, 2.0**-126)
         self.options = options = options.validated("attention", q.shape[-1])
         self.dense = d = reference.dense(q, k, v, options, inputs, first)
         self.seen = d.scores > -np.inf
@@ -97,6 +101,8 @@ def _dense_backward(
     do: Floats, s: _Scores, heads: int, inputs: Inputs, o: Floats, lse: Floats, dlse: Any, exact: AttentionGradients
 ) -> AttentionGradients:
     d, u = s.dense, s.u
+    seeing = lse != -np.inf
+    do, dlse = np.where(seeing[..., None], do, 0), None if dlse is None else np.where(seeing, dlse, 0)
     bent = np.where(np.isfinite(lse), np.abs(lse), 0)[..., None]
     p = d.probabilities(lse)
     of_p = np.expm1(s.error + 8 * u * (1 + np.abs(s.scores) + bent))
@@ -106,6 +112,7 @@ def _dense_backward(
     rows = np.abs(o * do).sum(axis=-1) + (0 if dlse is None else np.abs(dlse))
     size = dp + rows[..., None]
     of_ds = p * (of_p * size + (1 + of_p) * (of_dp + 4 * u * rows[..., None]) + 4 * u * size)
+    of_ds = of_ds + s.tiny * s.seen * size
     ds = p * size
     groups = s.scores.shape[1] // heads if heads else 1
     inner = ds * np.abs(d.slope)
@@ -134,7 +141,8 @@ def _dense_backward(
         share = np.exp(sinks - np.where(lse == -np.inf, np.inf, lse))
         size = np.where(np.isfinite(sinks), np.abs(sinks), 0)
         relative = np.expm1(8 * u * (1 + size + bent[..., 0])) + u * (share[:, 0].size + 8)
-        of_dsinks = (share * relative * rows).sum(axis=(0, 2)) + _half_ulp(exact.dsinks, inputs.sinks.dtype.name)
+        of_dsinks = ((share * relative + s.tiny) * rows).sum(axis=(0, 2))
+        of_dsinks = of_dsinks + _half_ulp(exact.dsinks, inputs.sinks.dtype.name)
     return AttentionGradients(
         of_dq + _half_ulp(exact.dq, s.dtype),
         of_dk + _half_ulp(exact.dk, s.dtype),

@@ -264,14 +264,16 @@ def attention_backward(p: AttentionBackwardDescriptor, a: Arguments) -> None:
     kernels, backward, _ = _kernels()
     problems = _problems(p, a)
     work = _work(p)
-    q, do = _widened(a["q"], work, p.options.scale), _widened(a["do"], work, 1.0)
+    lse = np.ascontiguousarray(a["lse"])
+    unseeing = np.isneginf(lse)
+    q, do = _widened(a["q"], work, p.options.scale), _widened(_without(a["do"], unseeing), work, 1.0)
     k, v = _widened(a["k"], work), _widened(a["v"], work)
     delta = np.empty(p.lse_shape, work)
     _delta(a["o"], a["do"], delta)
     if p.dlse:
         with default_environment():
             delta -= a["dlse"]
-    lse = np.ascontiguousarray(a["lse"])
+    delta[unseeing] = 0  # its probabilities are 0, and 0 times an infinity would not be
     keys = _transposed(k, p.head_dim, p.kv_heads, problems)
     values = _transposed(v, p.v_dim, p.kv_heads, problems)
     gradients = {name: _gradient_lines(a[name], work, p.sequences is not None) for name in ("dq", "dk", "dv")}
@@ -293,6 +295,15 @@ def attention_backward(p: AttentionBackwardDescriptor, a: Arguments) -> None:
     if p.dsinks and extras.sinks is not None:
         last = problems.table[-1] if len(problems.table) else np.zeros(3, np.int64)
         _sink_gradient(p, a["dsinks"], extras.sinks, lse, delta, int(last[1] + last[2]))
+
+
+def _without(do: Array, rows: Array) -> Array:
+    """Gradients without those of rows that see nothing, which may be anything."""
+    if not rows.any():
+        return do
+    kept = do.copy()
+    kept[rows] = 0
+    return kept
 
 
 def _run_backward(p: AttentionBackwardDescriptor, problems: _Problems, arguments: tuple[Any, ...]) -> None:

@@ -174,7 +174,7 @@ class AttentionDescriptor(Descriptor):
             head_dim=head_dim,
             v_dim=v_dim,
             dtype=dtype,
-            options=self.options.validated(name, head_dim),
+            options=self.options.validated(name, head_dim, work_type(dtype)),
             bias_shape=bias_shape,
             bias_dtype=bias_dtype,
             mask_shape=mask_shape,

@@ -12,6 +12,9 @@ import numpy as np
 
 from isograd.errors import InvalidProblemError
 
+# The least and the largest normal number of a work type.
+_RANGES = {"float32": (2.0**-126, (2 - 2.0**-23) * 2.0**127), "float64": (2.0**-1022, math.ldexp(2 - 2.0**-52, 1023))}
+
 ALIGNMENTS = ("lower_right", "upper_left")
 DROPOUT_WORD = 0x6174746E  # the last word of the counters of dropout: no other random stream uses it
 
@@ -40,8 +43,12 @@ class AttentionOptions:
     dropout_p: float = 0.0
     seed: int = 0
 
-    def validated(self, operation: str, head_dim: int) -> Self:
-        """Return the options with plain numbers and the scale filled in, or raise what is wrong with them."""
+    def validated(self, operation: str, head_dim: int, work: str = "float64") -> Self:
+        """Return the options with plain numbers and the scale filled in, or raise what is wrong with them.
+
+        work: the type that scale and softcap have to fit. They may be symbols that stand for numbers.
+        """
+        least, most = _RANGES[work]
         if not isinstance(self.causal, (bool, np.bool_)):
             raise InvalidProblemError(f"{operation}: causal is {self.causal!r}; expected True or False")
         if self.alignment not in ALIGNMENTS:
@@ -49,14 +56,16 @@ class AttentionOptions:
                 f"{operation}: alignment is {self.alignment!r}; accepted: {', '.join(ALIGNMENTS)}"
             )
         softcap = _number(operation, "softcap", self.softcap)
-        if not 0 <= softcap < math.inf:
-            raise InvalidProblemError(f"{operation}: softcap is {softcap}; expected 0 or a positive number")
+        if softcap != 0 and not least <= softcap <= most:
+            raise InvalidProblemError(
+                f"{operation}: softcap is {softcap}; expected 0 or a positive normal number of {work}"
+            )
         dropout_p = _number(operation, "dropout_p", self.dropout_p)
         if not 0 <= dropout_p < 1:
             raise InvalidProblemError(f"{operation}: dropout_p is {dropout_p}; accepted: from 0 to below 1")
         scale = 1 / math.sqrt(head_dim) if self.scale is None else _number(operation, "scale", self.scale)
-        if not math.isfinite(scale):
-            raise InvalidProblemError(f"{operation}: scale is {scale}; expected a finite number")
+        if not -most <= scale <= most:
+            raise InvalidProblemError(f"{operation}: scale is {scale}; expected a finite number of {work}")
         seed = self.seed
         if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 1 << 64:
             raise InvalidProblemError(f"{operation}: seed is {seed!r}; accepted: integers from 0 to 2^64 - 1")
@@ -93,7 +102,10 @@ class AttentionOptions:
 def _number(operation: str, argument: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidProblemError(f"{operation}: {argument} is {value!r}; expected a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise InvalidProblemError(f"{operation}: {argument} is beyond the range of floats; expected a number") from None
 
 
 def _window(operation: str, window: Any) -> Window:

@@ -58,9 +58,12 @@ def rows(operation: str, argument: str, array: Any, layout: str) -> Any:
 
 def pair(operation: str, argument: str, value: Any) -> tuple[Any, Any]:
     """Two arrays, of q and of k."""
-    if isinstance(value, (tuple, list)) and len(value) == 2:
-        return value[0], value[1]
-    raise InvalidProblemError(f"{operation}: {argument} is {type(value).__name__}; expected a pair, of q and of k")
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise InvalidProblemError(f"{operation}: {argument} is {type(value).__name__}; expected a pair, of q and of k")
+    for name, part in zip("qk", value, strict=True):
+        if part is None:
+            raise InvalidProblemError(f"{operation}: {argument} of {name} is None; expected an array for q and for k")
+    return value[0], value[1]
 
 
 def _four_axes(operation: str, argument: str, array: Any) -> Any:

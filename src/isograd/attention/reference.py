@@ -70,7 +70,8 @@ def visible(options: AttentionOptions, q_length: int, k_length: int) -> NDArray[
     """[Lq, Lk]: whether the positions let query i see key j."""
     level = np.arange(q_length)[:, None] + options.offset(q_length, k_length)
     j = np.arange(k_length)[None]
-    left, right = options.reach()
+    # No distance is larger than both lengths together.
+    left, right = (None if side is None else min(side, q_length + k_length) for side in options.reach())
     seen = np.ones((q_length, k_length), np.bool_)
     if left is not None:
         seen &= j >= level - left
@@ -188,7 +189,9 @@ def _dense_backward(
     do: Floats, d: Dense, heads: int, scale: Any, inputs: Inputs, o: Floats, lse: Floats, dlse: Any
 ) -> AttentionGradients:
     p = d.probabilities(lse)
-    delta = (o * do).sum(axis=-1) - (0 if dlse is None else dlse)
+    seeing = lse != -np.inf  # the others have no gradient, whatever is asked of them
+    do = np.where(seeing[..., None], do, 0)
+    delta = np.where(seeing, (o * do).sum(axis=-1) - (0 if dlse is None else dlse), 0)
     ds = p * (d.keep * (do @ np.swapaxes(d.v, 2, 3)) - delta[..., None])
     inner = scale * ds * d.slope
     dbias = dsinks = None

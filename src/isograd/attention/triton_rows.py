@@ -150,7 +150,8 @@ def attention_rows(
     lse_at = (zb * heads + h) * tokens + wide + i
     lse = tl.load(lse_ptr + lse_at, mask=inside, other=float("-inf"))
     if DLSE:
-        dlse = tl.load(dlse_ptr + lse_at, mask=inside, other=0.0)
+        # Rows that see nothing have no gradient: probabilities of 0 times an infinity would not be 0.
+        dlse = tl.where(lse == float("-inf"), 0.0, tl.load(dlse_ptr + lse_at, mask=inside, other=0.0))
         delta = delta - dlse
     lse2 = tl.where(lse == float("-inf"), float("inf"), lse * masks.LOG2E)
     to = rows_ptr + (zb * heads + h) * pitch + slot + tl.arange(0, ROWS)

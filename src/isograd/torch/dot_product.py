@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from isograd.attention import problem
 from isograd.attention.descriptors import DIM_STEP, LEAST_DIM
@@ -14,6 +15,8 @@ from isograd.losses.promises import checked_integer
 from isograd.torch.indexing import enter
 from isograd.torch.ops_attention import ATTENTION
 from isograd.torch.tensors import require_dense, require_tensor
+
+_WIDEST = 1 << 62  # wider windows see no more, and the operator's schema holds 64 bits
 
 
 def _padded(x: Tensor) -> Tensor:
@@ -40,7 +43,8 @@ def _attend(
     if head_dim == 0 or v_dim == 0:
         raise UnsupportedError(f"{name}: q has {head_dim} and v has {v_dim} features a head; expected at least one")
     options = options.validated(name, head_dim)
-    left, right = (None, None) if options.window is None else options.window
+    window = (None, None) if options.window is None else options.window
+    left, right = (None if side is None else min(side, _WIDEST) for side in window)
     o, lse = ATTENTION(
         *(_padded(q), _padded(k), _padded(v), *extra, options.causal, options.alignment, left, right),
         *(options.scale, options.softcap, options.dropout_p),
@@ -68,6 +72,8 @@ def _scores_like(name: str, argument: str, tensor: Any) -> Tensor | None:
     if tensor is None:
         return None
     require_tensor(name, tensor, argument)
+    if isinstance(tensor, CausalBias):
+        raise UnsupportedError(f"{name}: {argument} is a CausalBias; accepted: plain tensors, causal and alignment")
     if tensor.dim() > 4:
         raise InvalidProblemError(
             f"{name}: {argument} has shape {tuple(tensor.shape)}; expected one that broadcasts to [B, Hq, Lq, Lk]"
@@ -191,9 +197,10 @@ def scaled_dot_product_attention(
     float16, bfloat16, float32 or float64 (on the CPU), E and Ev to 256. With enable_gqa each head of key and value
     serves as many heads of query, which must be a multiple of them. attn_mask: boolean, True for keys that take part,
     or added to the scores, of query's dtype or float32; of any shape that broadcasts to [..., H, L, S]; broadcast axes
-    take no memory and an additive mask has a gradient. is_causal: query i sees keys 0 to i, aligned to the upper left,
-    and of those the ones that the mask lets through. scale: 1 / sqrt(E) by default. dropout_p: below 1; the seed is
-    drawn as by `attention`, and which probabilities it drops is isograd's choice, not torch's.
+    take no memory and an additive mask has a gradient; or a `torch.nn.attention.bias.CausalBias`. is_causal: query i
+    sees keys 0 to i, aligned to the upper left, and of those the ones that the mask lets through, where torch takes one
+    of both only. scale: 1 / sqrt(E) by default. dropout_p: below 1; the seed is drawn as by `attention`, and which
+    probabilities it drops is isograd's choice, not torch's.
 
     A query that sees no key gives 0 and no gradient, where torch gives 0 or NaN depending on its backend. Sizes of E
     and Ev that are no multiple of 8 or below 16 are padded with zeros. Under autocast as torch's; derivatives, vmap and
@@ -212,8 +219,13 @@ def scaled_dot_product_attention(
             )
     own = 3 if enable_gqa else 2  # axes that are not broadcast
     heads = [tuple(t.shape[-own:-2]) for t in (query, key, value)]
+    if enable_gqa and any(h[0] == 0 or heads[0][0] % h[0] for h in heads[1:]):
+        counts = ", ".join(str(h[0]) for h in heads)
+        raise InvalidProblemError(
+            f"{_SDPA}: query, key and value have {counts} heads; expected those of query to be a multiple of the others"
+        )
     if heads[1] != heads[2]:
-        groups = [heads[0][0] // max(t[0], 1) for t in heads[1:]]
+        groups = [heads[0][0] // t[0] for t in heads[1:]]
         key, value = (t.repeat_interleave(g, -3) for t, g in zip((key, value), groups, strict=True))
         heads[1:] = [tuple(t.shape[-3:-2]) for t in (key, value)]
     batch = _broadcast(*[tuple(t.shape[:-own]) for t in (query, key, value)])
@@ -223,7 +235,15 @@ def scaled_dot_product_attention(
         )
     lead = (*batch, *heads[0])
     bias = mask = None
-    if attn_mask is not None:
+    alignment = "upper_left"
+    if isinstance(attn_mask, CausalBias):  # its own storage holds nothing
+        if is_causal:
+            raise InvalidProblemError(
+                f"{_SDPA}: attn_mask is a CausalBias and is_causal is True; accepted: one of them"
+            )
+        is_causal, lower_right = True, attn_mask.variant == CausalVariant.LOWER_RIGHT
+        alignment = "lower_right" if lower_right else alignment
+    elif attn_mask is not None:
         require_tensor(_SDPA, attn_mask, "attn_mask")
         viewed = _mask(attn_mask, (*lead, query.shape[-2], key.shape[-2]))
         if attn_mask.dtype is torch.bool:
@@ -236,7 +256,7 @@ def scaled_dot_product_attention(
                 f"{_SDPA}: attn_mask has dtype {attn_mask.dtype}; accepted: bool, query's dtype, float32"
             )
     q, k, v = (_four_axes(t, (*batch, *h)) for t, h in zip((query, key, value), heads, strict=True))
-    options = AttentionOptions(is_causal, "upper_left", None, scale, 0.0, dropout_p)
+    options = AttentionOptions(is_causal, alignment, None, scale, 0.0, dropout_p)
     seed = _seed(_SDPA, dropout_p, None, query.device)
     o, _ = _attend(_SDPA, q, k, v, options, bias, mask, None, None, None, None, None, seed)
     return o if o.dim() == len(lead) + 2 else o.reshape(*lead, *o.shape[-2:])
