@@ -194,7 +194,7 @@ def test_arguments_that_do_not_fit():
         (lambda: sdpa(q[0, 0, 0], k, v), problem, "query has shape .* at least 2 axes"),
         (lambda: sdpa(q[0, 0], k[0, 0], v[0, 0], enable_gqa=True), problem, "query has shape .* at least 3 axes"),
         (lambda: sdpa(q, k[:, :2], v), problem, "expected shapes that broadcast"),
-        (lambda: sdpa(q, k[:, :2], v[:, :2], enable_gqa=True), problem, "q has 3 heads"),
+        (lambda: sdpa(q, k[:, :2], v[:, :2], enable_gqa=True), problem, "query, key and value have 3, 2, 2 heads"),
         (lambda: sdpa(q, k[:, :, 1:], v), problem, "expected as many rows"),
         (lambda: sdpa(q[..., 1:], k, v), problem, "same head dimension"),
         (lambda: sdpa(q, k, v.double()), problem, "v has dtype"),
