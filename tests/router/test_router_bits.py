@@ -6,7 +6,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from router_problems import (
     DTYPES,
-    EACH,
     FLAVOURS,
     dtypes_of,
     expected,
@@ -30,7 +29,6 @@ from isograd.router.numba_select import INSERTED
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in cast:RuntimeWarning")
 relaxed = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-each = pytest.mark.parametrize(("operation", "dtype"), EACH)
 
 
 def same(got, wanted):
@@ -51,12 +49,6 @@ def test_any_layout(operation, seed, which, flavour):
     assert same(run(operation, case, dtype), wanted)
     assert same(run(operation, case, dtype, lambda a: laid_out(rng, a)), wanted)
     assert [raw(a) for a in case.inputs.values()] == before
-
-
-@each
-def test_cases_of_verify(operation, dtype):
-    for case in SUITES[operation].cases(dtype):
-        assert same(run(operation, case, dtype), expected(operation, case)), case.name
 
 
 @pytest.mark.parametrize("operation", ["moe_router", "moe_combine", "load_balancing_loss", "router_z_loss"])

@@ -220,7 +220,10 @@ def operators(name, dtype):
     return {ops_attention.ATTENTION: call, ops_attention.ATTENTION_BACKWARD: (*gradients, *call)}
 
 
-@pytest.mark.parametrize("name", ["plain", "everything", "everything_packed"])
+LONG = pytest.param("everything", marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("name", ["plain", "everything_packed", LONG])
 def test_opcheck(name):
     for op, arguments in operators(name, torch.float32).items():
         torch.library.opcheck(op, arguments)
