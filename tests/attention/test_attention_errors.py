@@ -78,7 +78,7 @@ CASES = {
     "negative cu_seqlens": (PACKED, {"cu_seqlens": (ends(0, -4, 3), GOOD)}, INVALID, "cu_seqlens_q decreases"),
     "cu_seqlens beyond the tokens": (PACKED, {"cu_seqlens": (ends(0, 4, 11), GOOD)}, INVALID, "there are 10 tokens"),
     "cu_seqlens of two lengths": (PACKED, {"cu_seqlens": (ends(0, 10), GOOD)}, INVALID, "cu_seqlens_k has shape"),
-    "cu_seqlens without an end": (PACKED, {"cu_seqlens": (ends(), ends())}, INVALID, "sequences"),
+    "cu_seqlens without an end": (PACKED, {"cu_seqlens": (ends(), ends())}, INVALID, "cu_seqlens of q is empty"),
     "cu_seqlens in int64": (PACKED, {"cu_seqlens": (ends(0, 10, dtype=np.int64),) * 2}, INVALID, "int64"),
     "cu_seqlens and a batch": ((Q, K, V), {"cu_seqlens": (ends(0, 5), ends(0, 7))}, INVALID, "batch size 2"),
     "cu_seqlens and a mask": (PACKED, {"cu_seqlens": (GOOD, GOOD), "mask": np.ones((10, 10), bool)}, INVALID, "both"),

@@ -118,5 +118,8 @@ def problem(
         fields["sinks_dtype"] = arrays.describe(extra["sinks"], operation, "sinks")[1]
     fields["segments"] = "q_segment_ids" in extra
     if "cu_seqlens_q" in extra:
-        fields["sequences"] = checked_shape(operation, "cu_seqlens_q", extra["cu_seqlens_q"].shape)[0] - 1
+        count = checked_shape(operation, "cu_seqlens_q", extra["cu_seqlens_q"].shape)[0]
+        if not count:
+            raise InvalidProblemError(f"{operation}: cu_seqlens of q is empty; expected the N + 1 ends of N sequences")
+        fields["sequences"] = count - 1
     return Problem(operation, fields, inputs, layout, device, q)
