@@ -357,6 +357,31 @@ def test_keyboard_interrupt_during_a_long_call(run_python):
     assert run_python(PRELUDE + textwrap.dedent(code)).split() == ["8", "True", "True", "True"]
 
 
+def test_keyboard_interrupt_while_a_helper_finishes(run_python):
+    code = """
+    from isograd import parallel
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    started, finished = threading.Event(), []
+
+    def chunk(start, stop):
+        if threading.current_thread() is threading.main_thread():
+            started.wait(10)
+            return
+        started.set()
+        time.sleep(0.1)  # the main thread waits by now
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+        finished.append(start)
+
+    try:
+        parallel.for_ranges(chunk, 2, 1)
+        print("not interrupted")
+    except KeyboardInterrupt:
+        print(len(finished))
+    """
+    assert run_python(PRELUDE + textwrap.dedent(code)) == "1"
+
+
 def test_calls_while_the_interpreter_shuts_down(run_python):
     code = """
     import atexit

@@ -124,7 +124,19 @@ def for_ranges(function: Callable[..., Any], count: int, grain: int, *arguments:
     finally:
         stopped.set()
         running = [future for future in futures if not future.cancel()]
-        for future in running:
-            future.exception()
+        _wait(running)
     for future in running:
         future.result()
+
+
+def _wait(futures: list[Future[None]]) -> None:
+    """Wait for all; an interrupt meanwhile is raised when they are done, since they still write."""
+    interrupt = None
+    for future in futures:
+        while not future.done():
+            try:
+                future.exception()
+            except KeyboardInterrupt as error:
+                interrupt = error
+    if interrupt is not None:
+        raise interrupt
