@@ -34,14 +34,22 @@ from isograd.attention.numba_scores import (
     Place,
     Rows,
     finish_scores,
-    infinity,
     keep_factors,
     key_range,
     multiply_rows,
     query_range,
 )
 from isograd.numerics.numba_compile import device_function, kernel, subroutine
-from isograd.numerics.numba_memory import empty_work, keep_alive, load, pointer, store, work_zero
+from isograd.numerics.numba_memory import (
+    empty_work,
+    keep_alive,
+    load,
+    pointer,
+    store,
+    work_infinity,
+    work_one,
+    work_zero,
+)
 from isograd.numerics.numba_ops import exp
 from isograd.numerics.numba_storage import narrow
 
@@ -109,7 +117,7 @@ def _tile(call, bias_like, numbers, problem, p, s, ds, slope, keep, bent, zero, 
     lse, delta = pointer(call.lse, zero), pointer(call.delta, zero)
     for r in range(p.rows):
         base, shift = load(lse, at + r), load(delta, at + r)
-        base = base if base != -infinity(zero) else infinity(zero)  # nothing is visible: P is 0
+        base = base if base != -work_infinity(zero) else work_infinity(zero)  # nothing is visible: P is 0
         for c in range(BLOCK_K):
             probability = exp(load(s, r * BLOCK_K + c) - base)
             store(s, r * BLOCK_K + c, probability)
@@ -161,7 +169,7 @@ def _key_tile(call, bias_like, numbers, table, n, kv_head, j, s, ds, slope, keep
                 at = ((group * tiles + t) * BLOCK_Q * k_line) * itemsize
                 out = pointer(dq + at, zero)
                 multiply_add(ds, BLOCK_K, 1, p.rows, k, width, call.k.row, sizes.head_dim, count, out, k_line, out)
-    one = numbers[2] / numbers[2]
+    one = work_one(zero)
     row = problem[K_START] + j
     _finish(dk, k_line, count, sizes.head_dim, one, call.dk, batch, kv_head, row, zero, itemsize)
     _finish(dv, v_line, count, sizes.v_dim, one, call.dv, batch, kv_head, row, zero, itemsize)
@@ -327,5 +335,5 @@ def sink_terms(like, sinks, heads, length, lse, delta, out, start, stop):
     sink, sums, rows, terms = pointer(sinks, zero), pointer(lse, zero), pointer(delta, zero), pointer(out, zero)
     for row in range(start, stop):
         y = load(sums, row)
-        y = y if y != -infinity(zero) else infinity(zero)
+        y = y if y != -work_infinity(zero) else work_infinity(zero)
         store(terms, row, -exp(load(sink, row // length % heads) - y) * load(rows, row))

@@ -18,13 +18,11 @@ from isograd.attention.numba_scores import (
     Place,
     Rows,
     finish_scores,
-    infinity,
     keep_factors,
     key_range,
     multiply_rows,
     row_total,
     soften,
-    unit,
 )
 from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import (
@@ -37,6 +35,8 @@ from isograd.numerics.numba_memory import (
     stack_lanes,
     store,
     store_block,
+    work_infinity,
+    work_one,
     work_zero,
 )
 from isograd.numerics.numba_ops import log, magnitude_key
@@ -153,12 +153,12 @@ def forward(like, bias_like, call, numbers, table, start, stop):
         for x in range(rows * width):
             store(sums, x, zero)
         for r in range(rows):
-            store(m, r, -infinity(zero))
+            store(m, r, -work_infinity(zero))
         if call.sinks != 0:
             sink = load(pointer(call.sinks, zero), head)
             for r in range(rows):
                 store(m, r, sink)
-                store(sums, r * width, unit(zero) if sink != -infinity(zero) else zero)
+                store(sums, r * width, work_one(zero) if sink != -work_infinity(zero) else zero)
         first, last = key_range(hidden, offset, i, rows, problem[K_LENGTH])
         k_start = first_tile(problem, sizes, head)
         v_start = row_start(call.v, batch, head // sizes.groups, problem[K_START])
@@ -186,14 +186,14 @@ def _finish_rows(call, acc, v_line, m, sums, batch, head, i, rows, o, lse, zero)
     for r in range(rows):
         total = row_total(sums, r, width)
         empty = total == zero
-        divisor = total if not empty else infinity(zero)
+        divisor = total if not empty else work_infinity(zero)
         for c in range(call.sizes.v_dim):
             store(o, at + r * call.o.row + c, narrow(load(acc, r * v_line + c) / divisor, zero))
         y = load(m, r) + log(total)
         store(
             lse,
             (batch * call.sizes.heads + head) * call.hidden.q_total + i + r,
-            narrow(y, zero) if not empty else -infinity(zero),
+            narrow(y, zero) if not empty else -work_infinity(zero),
         )
 
 

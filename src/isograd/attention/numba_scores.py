@@ -9,7 +9,7 @@ from numba.extending import overload
 from isograd.attention.numba_product import lanes
 from isograd.attention.options import DROPOUT_WORD
 from isograd.numerics.numba_compile import device_function, subroutine
-from isograd.numerics.numba_memory import load, pointer, store
+from isograd.numerics.numba_memory import load, pointer, store, work_infinity
 from isograd.numerics.numba_ops import as_float, as_int, exp, exp_parts_32, exp_parts_64, fma, from_key, max_key
 from isograd.numerics.numba_random import philox
 from isograd.numerics.numba_storage import widen
@@ -68,28 +68,6 @@ class Place(NamedTuple):
 
 
 # --- constants of the work type --------------------------------------------------------------------------------------
-def infinity(like: Any) -> Any:
-    """Infinity in the work type."""
-    raise NotImplementedError
-
-
-@overload(infinity, jit_options=_FORCE)
-def _infinity(like):
-    value = np.float64(np.inf) if like == types.float64 else np.float32(np.inf)
-    return lambda like: value
-
-
-def unit(like: Any) -> Any:
-    """One in the work type."""
-    raise NotImplementedError
-
-
-@overload(unit, jit_options=_FORCE)
-def _unit(like):
-    value = np.float64(1) if like == types.float64 else np.float32(1)
-    return lambda like: value
-
-
 def tanh_pair(x: Any) -> Any:
     """(tanh(x), 1 - tanh(x)^2), a few ulps off."""
     raise NotImplementedError
@@ -206,7 +184,7 @@ def finish_scores(s, slope, hidden, bias_like, softcap, p):
     level = p.i + p.offset - p.j
     whole = p.keys == BLOCK_K and level + hidden.right >= BLOCK_K - 1 and level + p.rows - 1 <= hidden.left
     if not whole or hidden.mask != 0 or hidden.q_segments != 0:
-        hide(s, hidden, p, -infinity(softcap))
+        hide(s, hidden, p, -work_infinity(softcap))
 
 
 # --- dropout ---------------------------------------------------------------------------------------------------------
@@ -250,7 +228,7 @@ def soften(s, rows, m, base, alpha, sums, zero):
     for r in range(rows):
         largest = load(base, r)
         # Without anything visible yet all scores are -inf, and so has to be what the exponential is taken of.
-        safe = largest if largest != -infinity(zero) else infinity(zero)
+        safe = largest if largest != -work_infinity(zero) else work_infinity(zero)
         store(alpha, r, exp(load(m, r) - safe))
         store(m, r, largest)
         store(base, r, safe)

@@ -17,6 +17,7 @@ from isograd.numerics.numba_memory import (
     stack_block,
     store,
     store_block,
+    work_one,
     work_zero,
 )
 
@@ -40,21 +41,10 @@ def _sigmoid_value(x):
     return value
 
 
-def one_like(x: Any) -> Any:
-    """1 in the type of x."""
-    raise NotImplementedError
-
-
-@overload(one_like, jit_options=_FORCE)
-def _one_like(x):
-    one = np.float32(1) if x == types.float32 else np.float64(1)
-    return lambda x: one
-
-
 @device_function
 def sigmoid_gradient(dy, y):
     """The gradient of the logistic function from its result y."""
-    return (dy * y) * (one_like(y) - y)
+    return (dy * y) * (work_one(y) - y)
 
 
 def silu_value(x: Any) -> Any:

@@ -19,6 +19,7 @@ from isograd.numerics.numba_memory import (
     stack_block,
     store,
     store_block,
+    work_nan,
     work_zero,
 )
 from isograd.numerics.numba_ops import fma, is_finite, magnitude_key
@@ -43,7 +44,6 @@ from isograd.softmax.numba_steps import (
     quotient,
     reciprocal,
     row_shift,
-    work_nan,
 )
 
 HARD, SMOOTH, PROBABILITIES = 0, 1, 2  # index targets, the same with label smoothing, probabilities

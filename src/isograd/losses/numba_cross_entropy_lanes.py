@@ -8,7 +8,18 @@ import numpy as np
 
 from isograd.losses.numba_cross_entropy import IGNORED
 from isograd.numerics.numba_compile import device_function, kernel
-from isograd.numerics.numba_memory import LANES, load, load_block, pointer, stack_lanes, store, store_block, work_zero
+from isograd.numerics.numba_memory import (
+    LANES,
+    load,
+    load_block,
+    pointer,
+    stack_lanes,
+    store,
+    store_block,
+    work_nan,
+    work_one,
+    work_zero,
+)
 from isograd.numerics.numba_ops import fma, is_finite
 from isograd.numerics.numba_storage import narrow, widen
 from isograd.softmax.numba_lanes import (
@@ -29,8 +40,6 @@ from isograd.softmax.numba_steps import (
     mark,
     quotient,
     row_shift,
-    work_nan,
-    work_one,
 )
 
 

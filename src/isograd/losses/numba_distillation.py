@@ -12,11 +12,12 @@ from isograd.numerics.numba_memory import (
     stack_block,
     store,
     store_block,
+    work_nan,
 )
 from isograd.numerics.numba_ops import is_finite, magnitude_key, two_sum
 from isograd.numerics.numba_storage import narrow, widen
 from isograd.numerics.numba_sum import block_magnitude
-from isograd.softmax.numba_steps import largest_quotient, log_sum, quotient, reciprocal, row_shift, work_nan
+from isograd.softmax.numba_steps import largest_quotient, log_sum, quotient, reciprocal, row_shift
 
 
 @device_function

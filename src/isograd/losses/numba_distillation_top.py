@@ -6,7 +6,7 @@ Indices are int64.
 import numpy as np
 
 from isograd.losses.numba_distillation import log_difference
-from isograd.losses.numba_steps import one_wide, rest_is_large, work_infinity
+from isograd.losses.numba_steps import one_wide, rest_is_large
 from isograd.losses.numba_work_rows import block_exponentials, block_maximum, fill, load_scaled, stored_sum
 from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import (
@@ -19,6 +19,8 @@ from isograd.numerics.numba_memory import (
     stack_block,
     store,
     store_block,
+    work_infinity,
+    work_nan,
 )
 from isograd.numerics.numba_ops import exp, from_key, is_finite, log, magnitude_key
 from isograd.numerics.numba_storage import narrow
@@ -36,7 +38,6 @@ from isograd.softmax.numba_steps import (
     reciprocal,
     row_shift,
     term_scale,
-    work_nan,
 )
 
 

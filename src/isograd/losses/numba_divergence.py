@@ -2,9 +2,18 @@
 
 import numpy as np
 
-from isograd.losses.numba_steps import work_one
 from isograd.numerics.numba_compile import device_function, kernel
-from isograd.numerics.numba_memory import BLOCK, load, load_block, pointer, row_offset, stack_block, store, store_block
+from isograd.numerics.numba_memory import (
+    BLOCK,
+    load,
+    load_block,
+    pointer,
+    row_offset,
+    stack_block,
+    store,
+    store_block,
+    work_one,
+)
 from isograd.numerics.numba_ops import exp, log, magnitude_key
 from isograd.numerics.numba_storage import narrow
 from isograd.numerics.numba_sum import (

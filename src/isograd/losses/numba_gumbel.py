@@ -7,7 +7,6 @@ from numba import types
 from numba.extending import overload
 
 from isograd.losses.gumbel_reference import LAST_WORD
-from isograd.losses.numba_steps import work_one
 from isograd.losses.numba_work_rows import block_exponentials, block_maximum, fill
 from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import (
@@ -23,6 +22,8 @@ from isograd.numerics.numba_memory import (
     stack_block,
     store,
     store_block,
+    work_nan,
+    work_one,
     work_zero,
 )
 from isograd.numerics.numba_ops import from_key, is_finite, log, magnitude_key
@@ -38,15 +39,7 @@ from isograd.numerics.numba_sum import (
     sum_scale,
 )
 from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
-from isograd.softmax.numba_steps import (
-    largest_quotient,
-    lowest_key,
-    quotient,
-    reciprocal,
-    row_shift,
-    term_scale,
-    work_nan,
-)
+from isograd.softmax.numba_steps import largest_quotient, lowest_key, quotient, reciprocal, row_shift, term_scale
 
 _FORCE = {"forceinline": True}
 _MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)

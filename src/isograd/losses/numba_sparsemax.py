@@ -11,7 +11,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from isograd.losses.numba_steps import one_wide, work_one
+from isograd.losses.numba_steps import one_wide
 from isograd.losses.numba_work_rows import block_maximum, fill, stored_sum
 from isograd.numerics import constants as c
 from isograd.numerics.numba_compile import device_function, kernel
@@ -25,12 +25,14 @@ from isograd.numerics.numba_memory import (
     stack_block,
     store,
     store_block,
+    work_nan,
+    work_one,
     work_zero,
 )
 from isograd.numerics.numba_ops import fma, from_key, is_finite, magnitude_key, two_sum
 from isograd.numerics.numba_sum import block_magnitude
 from isograd.numerics.numba_wide import add_limbs, limb_shift, split_term, term_bias, to_float, wide_to_pair
-from isograd.softmax.numba_steps import lowest_key, quantum_bits, work_nan
+from isograd.softmax.numba_steps import lowest_key, quantum_bits
 
 _FORCE = {"forceinline": True}
 _SCALE_32 = np.float32(2.0 ** (c.QUANTUM_BITS - c.LIMB_SHIFT_32))

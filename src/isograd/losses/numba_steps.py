@@ -13,28 +13,6 @@ _FORCE = {"forceinline": True}
 _BITS_64 = c.QUANTUM_BITS + c.LIMB_SHIFT_64
 
 
-def work_one(like: Any) -> Any:
-    """One in the work type."""
-    raise NotImplementedError
-
-
-@overload(work_one, jit_options=_FORCE)
-def _work_one(like):
-    one = np.float64(1) if like == types.float64 else np.float32(1)
-    return lambda like: one
-
-
-def work_infinity(like: Any) -> Any:
-    """Infinity in the work type."""
-    raise NotImplementedError
-
-
-@overload(work_infinity, jit_options=_FORCE)
-def _work_infinity(like):
-    infinity = np.float64(np.inf) if like == types.float64 else np.float32(np.inf)
-    return lambda like: infinity
-
-
 def one_wide(like: Any) -> Any:
     """One in units of the quantum of exponentials, as a 128-bit integer."""
     raise NotImplementedError

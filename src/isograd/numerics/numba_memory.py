@@ -96,6 +96,36 @@ def _work_zero(like):
     return (lambda like: np.float32(0)) if _WORK[like] == types.float32 else (lambda like: np.float64(0))
 
 
+def work_one(like: Any) -> Any:
+    """One in that type."""
+    raise NotImplementedError
+
+
+@overload(work_one, jit_options=_FORCE)
+def _work_one(like):
+    return (lambda like: np.float32(1)) if _WORK[like] == types.float32 else (lambda like: np.float64(1))
+
+
+def work_infinity(like: Any) -> Any:
+    """Infinity in that type."""
+    raise NotImplementedError
+
+
+@overload(work_infinity, jit_options=_FORCE)
+def _work_infinity(like):
+    return (lambda like: np.float32(np.inf)) if _WORK[like] == types.float32 else (lambda like: np.float64(np.inf))
+
+
+def work_nan(like: Any) -> Any:
+    """The canonical NaN in that type."""
+    raise NotImplementedError
+
+
+@overload(work_nan, jit_options=_FORCE)
+def _work_nan(like):
+    return (lambda like: np.float32(np.nan)) if _WORK[like] == types.float32 else (lambda like: np.float64(np.nan))
+
+
 def empty_work(count: Any, like: Any) -> Any:
     """An array of the type that the storage type of `like` is computed in."""
     raise NotImplementedError

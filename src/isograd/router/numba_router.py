@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from isograd.elementwise.numba_kernels import one_like, sigmoid_gradient
+from isograd.elementwise.numba_kernels import sigmoid_gradient
 from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import (
     empty_work,
@@ -15,6 +15,7 @@ from isograd.numerics.numba_memory import (
     row_offset,
     store,
     store_block,
+    work_one,
     work_zero,
 )
 from isograd.numerics.numba_storage import widen
@@ -180,7 +181,7 @@ def router_rows(
             store(w, j, load(s, load(where, j)))
         if renormalize:
             _renormalized(w, k, zero)
-        if scale != one_like(zero):
+        if scale != work_one(zero):
             for j in range(k):
                 store(w, j, load(w, j) * scale)
         store_block(weights, wo, w_stride, k, w)
@@ -245,7 +246,7 @@ def router_backward_rows(
         for i in range(k):
             store(where, i, np.int64(load(experts, io + i * i_stride)))
             store(owner, load(where, i), np.int64(i))
-        if scale != one_like(zero):
+        if scale != work_one(zero):
             for i in range(k):
                 store(g, i, load(g, i) * scale)
         if renormalize:

@@ -9,7 +9,7 @@ from numba.extending import overload
 from isograd.elementwise.numba_kernels import sigmoid_value
 from isograd.numerics import constants as c
 from isograd.numerics.numba_compile import device_function
-from isograd.numerics.numba_memory import load, store
+from isograd.numerics.numba_memory import load, store, work_nan
 from isograd.numerics.numba_ops import from_key, is_finite, magnitude_key, max_key, pow2_32
 from isograd.numerics.numba_sum import (
     PARTIAL,
@@ -30,7 +30,6 @@ from isograd.softmax.numba_steps import (
     reciprocal,
     row_shift,
     term_scale,
-    work_nan,
 )
 
 _FORCE = {"forceinline": True}

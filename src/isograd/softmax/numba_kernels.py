@@ -21,6 +21,7 @@ from isograd.numerics.numba_memory import (
     stack_block,
     store,
     store_block,
+    work_nan,
     work_zero,
 )
 from isograd.numerics.numba_ops import fma, is_finite, magnitude_key
@@ -45,7 +46,6 @@ from isograd.softmax.numba_steps import (
     quotient,
     reciprocal,
     row_shift,
-    work_nan,
 )
 
 

@@ -17,6 +17,7 @@ from isograd.numerics.numba_memory import (
     stack_lanes,
     store,
     store_block,
+    work_nan,
     work_zero,
 )
 from isograd.numerics.numba_ops import fma, from_key, is_finite, magnitude_key, max_key
@@ -41,7 +42,6 @@ from isograd.softmax.numba_steps import (
     term_scale,
     word_log_sum,
     word_reciprocal,
-    work_nan,
 )
 
 

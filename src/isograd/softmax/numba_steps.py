@@ -12,7 +12,7 @@ from numba.extending import overload
 
 from isograd.numerics import constants as c
 from isograd.numerics.numba_compile import device_function
-from isograd.numerics.numba_memory import load, store, work_zero
+from isograd.numerics.numba_memory import load, store, work_one, work_zero
 from isograd.numerics.numba_ops import (
     exp,
     exp_shift,
@@ -332,26 +332,6 @@ def _lowest_key(like):
     if like == types.float64:
         return lambda like: np.int64(-0x8000000000000000)
     return lambda like: np.int32(-0x80000000)
-
-
-def work_nan(like: Any) -> Any:
-    raise NotImplementedError
-
-
-@overload(work_nan, jit_options=_FORCE)
-def _work_nan(like):
-    nan = np.float64(np.nan) if like == types.float64 else np.float32(np.nan)
-    return lambda like: nan
-
-
-def work_one(like: Any) -> Any:
-    """One in the type that the storage type of `like` is computed in."""
-    raise NotImplementedError
-
-
-@overload(work_one, jit_options=_FORCE)
-def _work_one(like):
-    return (lambda like: _ONE_64) if like == types.float64 else (lambda like: _ONE_32)
 
 
 def exponential_part(block: Any, start: Any, stop: Any, base: Any, floor: Any, bias: Any, scale: Any, like: Any) -> Any:
