@@ -129,6 +129,18 @@ def _tile(call, bias_like, numbers, problem, p, s, ds, slope, keep, bent, zero, 
 
 
 @device_function
+def _tiles(base, size, zero):
+    """The tiles of scores at the start of scratch memory, whose elements have `size` bytes: s, ds, slope and keep."""
+    step = _ROOM * size
+    return (
+        pointer(base, zero),
+        pointer(base + step, zero),
+        pointer(base + 2 * step, zero),
+        pointer(base + 3 * step, zero),
+    )
+
+
+@device_function
 def _clear(x, count, zero):
     for i in range(count):
         store(x, i, zero)
@@ -188,8 +200,7 @@ def backward_heads(like, bias_like, call, numbers, table, start, stop):
     scratch = empty_work(4 * _ROOM + room * (k_line + v_line) + most, like)
     size = scratch.itemsize
     base = scratch.ctypes.data
-    s, ds = pointer(base, zero), pointer(base + _ROOM * size, zero)
-    slope, keep = pointer(base + 2 * _ROOM * size, zero), pointer(base + 3 * _ROOM * size, zero)
+    s, ds, slope, keep = _tiles(base, size, zero)
     dk = pointer(base + 4 * _ROOM * size, zero)
     dv = pointer(base + (4 * _ROOM + room * k_line) * size, zero)
     dq = base + (4 * _ROOM + room * (k_line + v_line)) * size
@@ -222,8 +233,7 @@ def backward_keys(like, bias_like, call, numbers, table, start, stop):
     scratch = empty_work(4 * _ROOM + room * (k_line + v_line), like)
     size = scratch.itemsize
     base = scratch.ctypes.data
-    s, ds = pointer(base, zero), pointer(base + _ROOM * size, zero)
-    slope, keep = pointer(base + 2 * _ROOM * size, zero), pointer(base + 3 * _ROOM * size, zero)
+    s, ds, slope, keep = _tiles(base, size, zero)
     dk = pointer(base + 4 * _ROOM * size, zero)
     dv = pointer(base + (4 * _ROOM + room * k_line) * size, zero)
     scratch[: 4 * _ROOM] = zero
@@ -247,8 +257,7 @@ def backward_queries(like, bias_like, call, numbers, table, start, stop):
     scratch = empty_work(4 * _ROOM + (BLOCK_Q + PADDING) * line, like)
     size = scratch.itemsize
     base = scratch.ctypes.data
-    s, ds = pointer(base, zero), pointer(base + _ROOM * size, zero)
-    slope, keep = pointer(base + 2 * _ROOM * size, zero), pointer(base + 3 * _ROOM * size, zero)
+    s, ds, slope, keep = _tiles(base, size, zero)
     dq = pointer(base + 4 * _ROOM * size, zero)
     scratch[: 4 * _ROOM] = zero
     for step in range(start, stop):
@@ -281,8 +290,7 @@ def bias_gradient(like, bias_like, call, numbers, table, bias, start, stop):
     scratch = empty_work(5 * _ROOM, like)
     size = scratch.itemsize
     base = scratch.ctypes.data
-    s, ds = pointer(base, zero), pointer(base + _ROOM * size, zero)
-    slope, keep = pointer(base + 2 * _ROOM * size, zero), pointer(base + 3 * _ROOM * size, zero)
+    s, ds, slope, keep = _tiles(base, size, zero)
     total = pointer(base + 4 * _ROOM * size, zero)
     scratch[: 4 * _ROOM] = zero
     out = pointer(bias.address, bias_like)

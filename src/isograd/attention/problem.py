@@ -85,6 +85,21 @@ def named(operation: str, given: Given) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def sizes(q: Any, k: Any, v: Any) -> dict[str, Any]:
+    """The sizes of a descriptor from arrays [B, H, L, D]."""
+    batch, heads, q_length, head_dim = q.shape
+    _, kv_heads, k_length, _ = k.shape
+    return {
+        "batch": batch,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "q_length": q_length,
+        "k_length": k_length,
+        "head_dim": head_dim,
+        "v_dim": v.shape[3],
+    }
+
+
 def problem(
     operation: str, q: Any, k: Any, v: Any, extra: dict[str, Any], options: AttentionOptions, layout: Any
 ) -> Problem:
@@ -92,19 +107,8 @@ def problem(
     layout = checked_layout(operation, layout)
     device, dtype = arrays.describe(q, operation, "q")
     inputs = {name: rows(operation, name, x, layout) for name, x in (("q", q), ("k", k), ("v", v))}
-    batch, heads, q_length, head_dim = inputs["q"].shape
-    _, kv_heads, k_length, _ = inputs["k"].shape
-    fields: dict[str, Any] = {
-        "batch": batch,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "q_length": q_length,
-        "k_length": k_length,
-        "head_dim": head_dim,
-        "v_dim": inputs["v"].shape[3],
-        "dtype": dtype,
-        "options": options.validated(operation, max(head_dim, 1)),
-    }
+    fields = sizes(*inputs.values())
+    fields |= {"dtype": dtype, "options": options.validated(operation, max(fields["head_dim"], 1))}
     inputs |= extra
     for name in ("bias", "mask"):
         if name in extra:

@@ -10,6 +10,7 @@ from isograd import functional
 from isograd.attention.descriptors import AttentionBackwardDescriptor, AttentionDeltaDescriptor, AttentionDescriptor
 from isograd.attention.options import AttentionOptions
 from isograd.attention.plans import AttentionBackwardPlan, AttentionDeltaPlan, AttentionPlan
+from isograd.attention.problem import sizes
 from isograd.errors import InvalidProblemError, UnsupportedError
 from isograd.gather.plans import (
     TakeAlongAxisBackwardDescriptor,
@@ -186,7 +187,7 @@ def _fields(operation: str, q: Any, k: Any, v: Any) -> dict[str, Any]:
             raise InvalidProblemError(
                 f"{operation}: {name} has shape {shape}; expected [batch, heads, length, columns]"
             )
-    (batch, heads, q_length, dim), (_, kv_heads, k_length, _) = shapes["q"], shapes["k"]
+    (batch, _, _, dim), (_, kv_heads, k_length, _) = shapes["q"], shapes["k"]
     expected = {"k": (batch, kv_heads, k_length, dim), "v": (batch, kv_heads, k_length, shapes["v"][3])}
     for name, shape in expected.items():
         if shapes[name] != shape:
@@ -196,16 +197,7 @@ def _fields(operation: str, q: Any, k: Any, v: Any) -> dict[str, Any]:
             raise InvalidProblemError(
                 f"{operation}: {name} has dtype {dtype_name(array)} and q {dtype_name(q)}; expected the same"
             )
-    return {
-        "batch": batch,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "q_length": q_length,
-        "k_length": k_length,
-        "head_dim": dim,
-        "v_dim": shapes["v"][3],
-        "dtype": dtype_name(q),
-    }
+    return sizes(q, k, v) | {"dtype": dtype_name(q)}
 
 
 @functools.lru_cache(maxsize=256)

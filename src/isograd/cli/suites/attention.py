@@ -20,6 +20,7 @@ from isograd.attention.descriptors import (
 )
 from isograd.attention.options import AttentionOptions
 from isograd.attention.plans import AttentionBackwardPlan, AttentionDeltaPlan, AttentionPlan
+from isograd.attention.problem import sizes
 from isograd.cli.suites.common import Array, Arrays, Case, Change, Suite, normal, store
 from isograd.numerics import random
 from isograd.plan import Descriptor
@@ -116,17 +117,10 @@ def _delta_cases(dtype: str) -> Iterator[Case]:
 # --- what runs them --------------------------------------------------------------------------------------------------
 def _fields(case: Case, dtype: str) -> dict[str, Any]:
     a = case.inputs
-    (batch, heads, q_length, head_dim), (_, kv_heads, k_length, _) = a["q"].shape, a["k"].shape
     shapes = {f"{name}_shape": a[name].shape for name in ("bias", "mask") if name in a}
     types = {f"{name}_dtype": dtype for name in ("bias", "sinks") if name in a}
     return {
-        "batch": batch,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "q_length": q_length,
-        "k_length": k_length,
-        "head_dim": head_dim,
-        "v_dim": a["v"].shape[3],
+        **sizes(a["q"], a["k"], a["v"]),
         "dtype": dtype,
         "segments": "q_segment_ids" in a,
         "sequences": len(a["cu_seqlens_q"]) - 1 if "cu_seqlens_q" in a else None,
