@@ -9,7 +9,7 @@ import numpy as np
 from isograd import arrays, metal
 from isograd.attention.options import AttentionOptions
 from isograd.attention.plans import OPERATIONS, family_guarantee, family_sku
-from isograd.plan import KernelSku
+from isograd.plan import Kernel, KernelSku
 from isograd.registry import register_kernel
 
 _ROWS, _PIECE = 16, 64  # rows that a threadgroup owns, columns that it stages at a time
@@ -62,8 +62,8 @@ def delta_layout(batch: int, heads: int, length: int, columns: int, *strides: tu
     return [batch, heads, length, columns, *[step for steps in strides for step in steps]]
 
 
-class MetalAttention(metal.MetalKernel):
-    """The family in Metal; scratch memory for the row sums comes from torch's allocator."""
+class AttentionInMetal(Kernel):
+    """What the family's kernels in Metal have in common, whoever launches them."""
 
     family = "attention"
 
@@ -75,6 +75,10 @@ class MetalAttention(metal.MetalKernel):
     def reject(self, descriptor: Any) -> str | None:
         """Say what is missing on this machine, or which option the kernels do not have."""
         return unserved(descriptor) or super().reject(descriptor)
+
+
+class MetalAttention(AttentionInMetal, metal.MetalKernel):
+    """The family in Metal; scratch memory for the row sums comes from torch's allocator."""
 
     def launches(self, descriptor: Any, arguments: Mapping[str, Any]) -> Iterator[metal.Launch]:
         """The row sums, then dK and dV, then dQ; one launch for the others."""

@@ -1,14 +1,12 @@
 """The attention family for MLX arrays."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from isograd import arrays, metal
-from isograd.attention.metal import THREADS, delta_layout, groups_of, pieces, problem_layout, unserved
-from isograd.attention.plans import OPERATIONS, dtypes_of, family_guarantee, family_sku
+from isograd.attention.metal import THREADS, AttentionInMetal, delta_layout, groups_of, pieces, problem_layout
+from isograd.attention.plans import OPERATIONS, dtypes_of
 from isograd.mlx_kernel import HostKernel, MetalKernel, contiguous_strides
-from isograd.plan import KernelSku
 from isograd.registry import register_kernel
 
 _DELTA = """
@@ -33,19 +31,8 @@ _DK_DV = _PLACE + f"  isograd::attention_dk_dv<PIECES>({_INPUTS}, dk, dv, layout
 _DQ = _PLACE + f"  isograd::attention_dq<PIECES>({_INPUTS}, dq, layout, group, groups, place);\n"
 
 
-class MlxAttention(MetalKernel):
+class MlxAttention(AttentionInMetal, MetalKernel):
     """The family in Metal, for the options that its kernels have."""
-
-    family = "attention"
-
-    def sku(self, descriptor: Any) -> KernelSku:
-        """The kernel's identity."""
-        promised = metal.guarantee(family_guarantee(descriptor, narrowed=False), integers=False)
-        return replace(family_sku(descriptor, self.backend, "apple"), precision_guarantee=promised)
-
-    def reject(self, descriptor: Any) -> str | None:
-        """Say what is missing on this machine, or which option the kernels do not have."""
-        return unserved(descriptor) or super().reject(descriptor)
 
     def evaluate(self, descriptor: Any, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
         """Lazy arrays."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from isograd import arrays, faults, metal
 from isograd.gather.plans import family_guarantee, family_sku
-from isograd.plan import KernelSku
+from isograd.plan import Kernel, KernelSku
 from isograd.registry import register_kernel
 
 OPERATIONS = ("take_along_axis", "take_along_axis_backward")
@@ -27,8 +27,8 @@ def groups_for(lines: int, n: int, k: int) -> int:
     return max(min(lines, _MOST_GROUPS, _SCRATCH_WORDS // (n + k)), 1)
 
 
-class MetalGather(metal.MetalKernel):
-    """The family in Metal; scratch memory comes from torch's allocator."""
+class GatherInMetal(Kernel):
+    """What the family's kernels in Metal have in common, whoever launches them."""
 
     family = "gather"
 
@@ -40,6 +40,10 @@ class MetalGather(metal.MetalKernel):
     def reject(self, descriptor: Any) -> str | None:
         """Say what is missing on this machine, or which lines are too long."""
         return too_long(descriptor) or super().reject(descriptor)
+
+
+class MetalGather(GatherInMetal, metal.MetalKernel):
+    """The family in Metal; scratch memory comes from torch's allocator."""
 
     def launches(self, descriptor: Any, arguments: Mapping[str, Any]) -> Iterator[metal.Launch]:
         """One launch, unless there is nothing to write."""

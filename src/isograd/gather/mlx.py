@@ -1,14 +1,12 @@
 """take_along_axis and its gradient for MLX arrays."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from isograd import arrays, metal
-from isograd.gather.metal import NAN_BITS, OPERATIONS, groups_for, too_long
-from isograd.gather.plans import family_guarantee, family_sku
+from isograd.gather.metal import NAN_BITS, OPERATIONS, GatherInMetal, groups_for
 from isograd.mlx_kernel import HostKernel, MetalKernel, contiguous_strides
-from isograd.plan import DTYPES, KernelSku
+from isograd.plan import DTYPES
 from isograd.registry import register_kernel
 
 _TAKE = """
@@ -28,19 +26,8 @@ _SCATTER = """
 _FLAG = ((4,), "int64")  # where the first index out of range would be noted; MLX has nobody to read it
 
 
-class MlxGather(MetalKernel):
+class MlxGather(GatherInMetal, MetalKernel):
     """The family in Metal. An index out of range makes its value NaN, or leaves its source out."""
-
-    family = "gather"
-
-    def sku(self, descriptor: Any) -> KernelSku:
-        """The kernel's identity."""
-        promised = metal.guarantee(family_guarantee(descriptor), integers=True)
-        return replace(family_sku(descriptor, self.backend, "apple"), precision_guarantee=promised)
-
-    def reject(self, descriptor: Any) -> str | None:
-        """Say what is missing on this machine, or which lines are too long."""
-        return too_long(descriptor) or super().reject(descriptor)
 
     def evaluate(self, descriptor: Any, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
         """One lazy array."""

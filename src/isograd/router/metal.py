@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from isograd import arrays, faults, metal
-from isograd.plan import KernelSku
+from isograd.plan import Kernel, KernelSku
 from isograd.registry import register_kernel
 from isograd.router.plans import family_guarantee, family_sku
 
@@ -30,8 +30,8 @@ def scale_bits(scale: float) -> int:
     return int(np.float32(scale).view(np.int32))
 
 
-class MetalRouter(metal.MetalKernel):
-    """The family in Metal, one threadgroup a token; needs no workspace."""
+class RouterInMetal(Kernel):
+    """What the family's kernels in Metal have in common, whoever launches them."""
 
     family = "router"
 
@@ -43,6 +43,10 @@ class MetalRouter(metal.MetalKernel):
     def reject(self, descriptor: Any) -> str | None:
         """Say what is missing on this machine, or what is too much for it."""
         return too_large(descriptor) or super().reject(descriptor)
+
+
+class MetalRouter(RouterInMetal, metal.MetalKernel):
+    """The family in Metal, one threadgroup a token; needs no workspace."""
 
     def launches(self, descriptor: Any, arguments: Mapping[str, Any]) -> Iterator[metal.Launch]:
         """One launch, unless there are no tokens."""

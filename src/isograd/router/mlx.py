@@ -1,15 +1,13 @@
 """The fused router and its gradient for MLX arrays."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from isograd import arrays, metal
 from isograd.mlx_kernel import HostKernel, MetalKernel
-from isograd.plan import DTYPES, KernelSku
+from isograd.plan import DTYPES
 from isograd.registry import register_kernel
-from isograd.router.metal import OPERATIONS, scale_bits, too_large
-from isograd.router.plans import family_guarantee, family_sku
+from isograd.router.metal import OPERATIONS, RouterInMetal, scale_bits
 
 _ROUTING = """
   threadgroup long part[512];
@@ -48,19 +46,8 @@ _ROUTE_BACKWARD = (
 )
 
 
-class MlxRouter(MetalKernel):
+class MlxRouter(RouterInMetal, MetalKernel):
     """The family in Metal. A token with an expert out of range gets a gradient of NaN."""
-
-    family = "router"
-
-    def sku(self, descriptor: Any) -> KernelSku:
-        """The kernel's identity."""
-        promised = metal.guarantee(family_guarantee(descriptor), integers=False)
-        return replace(family_sku(descriptor, self.backend, "apple"), precision_guarantee=promised)
-
-    def reject(self, descriptor: Any) -> str | None:
-        """Say what is missing on this machine, or what is too much for it."""
-        return too_large(descriptor) or super().reject(descriptor)
 
     def evaluate(self, descriptor: Any, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
         """Lazy arrays."""

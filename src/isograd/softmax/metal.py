@@ -6,13 +6,13 @@ from typing import Any
 
 from isograd import arrays, metal
 from isograd.layout import merge_dimensions
-from isograd.plan import KernelSku
+from isograd.plan import Kernel, KernelSku
 from isograd.registry import register_kernel
 from isograd.softmax.plans import KINDS, family_guarantee, family_sku
 
 
-class MetalSoftmax(metal.MetalKernel):
-    """The family in Metal, one threadgroup a row; needs no workspace."""
+class SoftmaxInMetal(Kernel):
+    """What the family's kernels in Metal have in common, whoever launches them."""
 
     family = "softmax"
 
@@ -20,6 +20,10 @@ class MetalSoftmax(metal.MetalKernel):
         """The kernel's identity."""
         promised = metal.guarantee(family_guarantee(descriptor), integers=False)
         return replace(family_sku(descriptor, self.backend, "apple"), precision_guarantee=promised)
+
+
+class MetalSoftmax(SoftmaxInMetal, metal.MetalKernel):
+    """The family in Metal, one threadgroup a row; needs no workspace."""
 
     def launches(self, descriptor: Any, arguments: Mapping[str, Any]) -> Iterator[metal.Launch]:
         """One launch, unless there is nothing to compute."""

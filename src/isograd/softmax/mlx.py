@@ -1,14 +1,14 @@
 """The softmax family for MLX arrays."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from isograd import arrays, metal
 from isograd.mlx_kernel import HostKernel, MetalKernel
-from isograd.plan import DTYPES, KernelSku
+from isograd.plan import DTYPES
 from isograd.registry import register_kernel
-from isograd.softmax.plans import KINDS, family_guarantee, family_sku
+from isograd.softmax.metal import SoftmaxInMetal
+from isograd.softmax.plans import KINDS
 
 _FORWARD = """
   threadgroup long part[512];
@@ -25,15 +25,8 @@ _BACKWARD = """
 """
 
 
-class MlxSoftmax(MetalKernel):
+class MlxSoftmax(SoftmaxInMetal, MetalKernel):
     """The family in Metal; an axis that is not the last one is moved there and back."""
-
-    family = "softmax"
-
-    def sku(self, descriptor: Any) -> KernelSku:
-        """The kernel's identity."""
-        promised = metal.guarantee(family_guarantee(descriptor), integers=False)
-        return replace(family_sku(descriptor, self.backend, "apple"), precision_guarantee=promised)
 
     def evaluate(self, descriptor: Any, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
         """One lazy array."""
