@@ -1,9 +1,10 @@
 # ruff: noqa: N803
 """What the attention kernels in Triton share: where a program works, which tiles it visits, the scores, the dropout.
 
-Scores are in base 2: s * log2(e), so that exp2 of the hardware needs no multiplication. A tile has its queries on one
-axis and its keys on the other; the functions here take both as index tensors that broadcast, so that they serve tiles
-of either orientation.
+Scores are in base 2: s * log2(e), so that exp2 of the hardware needs no multiplication. The rules on elementary
+functions are not for attention, whose scores have the tensor cores' bits (`docs/arithmetic.md`, rule 10). A tile has
+its queries on one axis and its keys on the other; the functions here take both as index tensors that broadcast, so that
+they serve tiles of either orientation.
 """
 
 import math
