@@ -15,15 +15,7 @@ import isograd.torch as igt
 
 NAME = "nn.functional.scaled_dot_product_attention"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Threads wait for each other in products of a few elements, for seconds on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def random(*shapes, dtype=torch.float64, seed=0, grad=False):

@@ -263,7 +263,7 @@ def use() -> Switch:
 
     What torch leaves open is defined: among equal elements topk takes the lower index first. Negative indices of
     gather and scatter_add, an error to torch, count from the end; where kl_div's target is 0 its term is 0 for any
-    input. A query that sees no key gives 0.
+    input. A query that sees no key gives 0, and of is_causal beside a mask, an error to torch, both count.
 
     Left to torch and listed: what isograd cannot serve (other dtypes, a device without a kernel, tensor subclasses,
     `out`, the smallest elements in topk, options of embedding such as max_norm, head dimensions above 256), operations
