@@ -159,13 +159,16 @@ def described(case: Case) -> AttentionBackwardDescriptor:
     ).validated()
 
 
-def compute(case: Case, change: Any = lambda t: t, tile: tiles.Tile | None = None) -> dict[str, Any]:
-    """o, lse and the gradients as arrays; `change` gives the rows other strides."""
+def compute(
+    case: Case, change: Any = lambda t: t, tile: tiles.Tile | None = None, behind: slice = slice(0)
+) -> dict[str, Any]:
+    """o, lse and the gradients as arrays; `change` gives the rows other strides; o and lse are 5 in rows `behind`."""
     descriptor = described(case)
     given = {name: change(to_torch(x)) for name, x in case.arrays.items()}
     given |= {name: to_torch(x) for name, x in case.extra.items()}
     given |= {"o": change(torch.full_like(given["do"], 7)), "lse": torch.full(descriptor.lse_shape, 7.0)}
     launch.forward(descriptor, given, tile)
+    given["o"][:, :, behind] = given["lse"][:, :, behind] = 5
     for name in ("q", "k", "v", "bias", "sinks"):
         if name in given:
             given["d" + name] = change(torch.full_like(given[name], 7))
@@ -325,6 +328,9 @@ def packed() -> Iterator[tuple[str, bool]]:
             yield f"{option} {dtype} {name}", same
         yield f"{option} {dtype}, beyond", not any(got[name][:, :, -3:].any() for name in names if name != "lse")
         yield f"{option} {dtype}, values", right(case, got)
+        if sinks:  # what lies beyond the last sequence adds nothing, whatever it holds
+            other = compute(case, tile=SMALL, behind=slice(starts[0][-1], None))
+            yield f"{option} {dtype}, dsinks", other["dsinks"].tobytes() == got["dsinks"].tobytes()
     for dtype in ("float32", "bfloat16"):
         batch = arrays(Shape(3, 2, 1, 20, 40, 16, 16), dtype)
         whole = compute(Case(batch, OPTIONS["causal"], {}), tile=SMALL)

@@ -141,6 +141,7 @@ def attention_rows(
         z, block = masks.find_sequence(q_starts_ptr, sequences, lq, slot // masks.PAD, masks.PAD)
         first, lq = masks.rows_of_sequence(q_starts_ptr, z, sequences, lq)
         row = block * masks.PAD + slot % masks.PAD
+        lq = tl.where(z < sequences, lq, 0)  # tokens behind the last sequence add nothing to a sum
     i = row + tl.arange(0, ROWS)
     inside, wide = i < lq, first.to(tl.int64)
     o_at = zb * o_strides[0] + h.to(tl.int64) * o_strides[1] + wide * o_strides[2]
