@@ -159,6 +159,20 @@ def test_bits_depend_neither_on_the_batch_nor_on_the_order_of_events(seeds: list
         assert torch.equal(t[1:], alone[n]), n
 
 
+@pytest.mark.parametrize("count", [1, 3, 100])
+def test_bits_do_not_depend_on_the_number_of_processors(
+    count: int, seeds: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d = described((1, 4, 2, 300, 333, 64), "float16", CAUSAL)
+    a, other = operands(d), operands(d)
+    launch.forward(d, a)
+    monkeypatch.setattr(launch, "processors", lambda t: count)
+    seeds[0] = count
+    launch.forward(d, other)
+    assert torch.equal(a["o"], other["o"])
+    assert torch.equal(a["lse"], other["lse"])
+
+
 def test_emulation_finds_a_missing_wait(monkeypatch: pytest.MonkeyPatch, seeds: list[int]) -> None:
     """The emulation would be worth nothing if it let such faults pass."""
     monkeypatch.setattr(emulation.mbarrier, "wait", lambda barrier, phase, pred=True: None)

@@ -52,7 +52,7 @@ class TritonAttention(TritonKernel):
 
 
 class HopperAttention(TritonAttention):
-    """The forward and the backward pass in Gluon, for compute capability 9.0: `preference="hopper"`."""
+    """The forward and the backward pass in Gluon, for compute capability 9.0: `isograd.prefer("hopper")`."""
 
     name = "hopper"
     backend = "gluon"
@@ -83,8 +83,8 @@ for _operation in OPERATIONS:
     for _dtype in dtypes_of("cuda"):
         register_kernel(_operation, "cuda", _dtype, TritonAttention())
 
-# After Triton's, and so by preference only: these kernels do not take packed sequences, and a sequence would have other
-# bits alone than among others.
+# After Triton's, and so by preference only: these kernels do not take packed sequences, which then have Triton's bits
+# and not those that a sequence has alone.
 for _operation in ("attention", "attention_backward"):
     for _dtype in ("float16", "bfloat16"):
         register_kernel(_operation, "cuda", _dtype, HopperAttention())

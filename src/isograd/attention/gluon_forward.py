@@ -1,11 +1,11 @@
-# ruff: noqa: N803, N806, RUF059, SIM113
+# ruff: noqa: N803, N806, RUF059
 """The forward pass of attention on Hopper, in Gluon: causal or full, head dimensions 64 and 128, 16 bits.
 
-A program takes tiles of queries. One warp, the producer, brings q and tiles of k and v to shared memory by TMA. Each
-consumer, a group of four warps, has 64 rows of q; it starts S = q k^T of the next tile of keys and O += P v of this
-one, and computes the softmax of the next tile while the tensor cores work on v: FlashAttention-3's order. With TURNS
-the consumers start their products in turn, so that one computes exponentials while the other multiplies. Tiles of keys
-are taken from the last down, so that those that need a mask come first.
+There is a program for each processor, which takes one tile of queries after another; k of the next tile is on its way
+while the results of one are written. One warp, the producer, brings q and tiles of k and v to shared memory by TMA.
+Each consumer, a group of four warps, has 64 rows of q; it starts S = q k^T of the next tile of keys and O += P v of
+this one, and computes the softmax of the next tile while the tensor cores work on v: FlashAttention-3's order. Tiles of
+keys are taken from the last down, so that those that need a mask come first.
 
 A row's result depends on the tiles of keys and their order, not on the tile of queries it is in: tiles of keys that
 lie entirely behind the diagonal change nothing.
@@ -28,17 +28,19 @@ from isograd.attention import gluon_steps as steps
 
 
 @gluon.jit
-def _wait_turn(c: gl.constexpr):
-    """Wait until the consumer before has started its products."""
-    asm: gl.constexpr = f"bar.sync {8 + c}, 256; mov.u32 $0, 0;"
-    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+def _turns(total):
+    """How many tiles this program takes."""
+    count = gl.num_programs(0)
+    return (total - gl.program_id(0) + (count - 1)) // count
 
 
 @gluon.jit
-def _pass_turn(c: gl.constexpr):
-    """Let consumer c start its products."""
-    asm: gl.constexpr = f"bar.arrive {8 + c}, 256; mov.u32 $0, 0;"
-    gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+def _index(turn, total):
+    """The tile of a turn. Programs take them forwards and backwards by turns, so that long ones fall to all alike."""
+    count = gl.num_programs(0)
+    pid = gl.program_id(0)
+    whole = (turn + 1) * count <= total
+    return turn * count + gl.where((turn & 1 != 0) & whole, count - 1 - pid, pid)
 
 
 @gluon.jit
@@ -70,14 +72,8 @@ def _produce(q_desc, k_desc, v_desc, buffers, barriers, problem, CAUSAL: gl.cons
     KEYS: gl.constexpr = k_smem.shape[3]
     D: gl.constexpr = k_smem.shape[4]
     step = 0
-    turn = 0
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        batch, head, first, n = _tile(index, problem, CONSUMERS, KEYS, CAUSAL)
-        for c in gl.static_range(CONSUMERS):
-            mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
-            mbarrier.expect(q_full.index(c), 64 * D * 2)
-            steps.load(q_desc, [batch, head, first + 64 * c, 0], q_full.index(c), q_smem.index(c))
-        turn += 1
+    for turn in range(_turns(total)):
+        batch, head, first, n = _tile(_index(turn, total), problem, CONSUMERS, KEYS, CAUSAL)
         for i in range(n):
             at = step % STAGES
             phase = (step // STAGES & 1) ^ 1
@@ -85,6 +81,11 @@ def _produce(q_desc, k_desc, v_desc, buffers, barriers, problem, CAUSAL: gl.cons
             mbarrier.wait(k_empty.index(at), phase)
             mbarrier.expect(k_full.index(at), KEYS * D * 2)
             steps.load(k_desc, [batch, head // group, row, 0], k_full.index(at), k_smem.index(at))
+            if i == 0:  # behind the first k, which need not wait until the tile before has left the room of q
+                for c in gl.static_range(CONSUMERS):
+                    mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
+                    mbarrier.expect(q_full.index(c), 64 * D * 2)
+                    steps.load(q_desc, [batch, head, first + 64 * c, 0], q_full.index(c), q_smem.index(c))
             mbarrier.wait(v_empty.index(at), phase)
             mbarrier.expect(v_full.index(at), KEYS * D * 2)
             steps.load(v_desc, [batch, head // group, row, 0], v_full.index(at), v_smem.index(at))
@@ -115,25 +116,20 @@ def _weigh(s, highest, total, scale, limit, column, MASKED: gl.constexpr):
 
 @gluon.jit
 def _step(
-    q, p, o, highest, weights, buffers, barriers, step, last, scale, limit, column, c: gl.constexpr,
-    TURNS: gl.constexpr, MASKED: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr,
+    q, p, o, highest, weights, buffers, barriers, step, last, scale, limit, column, MASKED: gl.constexpr,
+    s_layout: gl.constexpr, p_layout: gl.constexpr,
 ):  # fmt: skip
     """S of the next tile of keys and its softmax, while P v of this one is added to O."""
     q_smem, k_smem, v_smem = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    CONSUMERS: gl.constexpr = q_smem.shape[0]
     STAGES: gl.constexpr = k_smem.shape[0]
     KEYS: gl.constexpr = k_smem.shape[3]
     D: gl.constexpr = k_smem.shape[4]
-    if TURNS:
-        _wait_turn(c)
     s = _scores(q, k_smem.index((step + 1) % STAGES), s_layout)
     at = step % STAGES
     mbarrier.wait(v_full.index(at), step // STAGES & 1)
     v = v_smem.index(at).reshape([KEYS, D])
     o = warpgroup_mma(steps.unpacked(p, q.dtype, p_layout), v, o, is_async=True)
-    if TURNS:
-        _pass_turn((c + 1) % CONSUMERS)
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k_empty.index((step + 1) % STAGES))
     w, highest, weights, shrink = _weigh(s, highest, weights, scale, limit, column, MASKED)
@@ -146,9 +142,7 @@ def _step(
 
 
 @gluon.jit
-def _consume(
-    o_desc, lse_ptr, scale, buffers, barriers, problem, c: gl.constexpr, CAUSAL: gl.constexpr, TURNS: gl.constexpr
-):
+def _consume(o_desc, lse_ptr, scale, buffers, barriers, problem, c: gl.constexpr, CAUSAL: gl.constexpr):
     """64 rows of every tile."""
     q_smem, k_smem, v_smem = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -167,11 +161,8 @@ def _consume(
     columns = gl.arange(0, KEYS, layout=gl.SliceLayout(0, s_layout))
     lines = gl.arange(0, 64, layout=rows_s)
     step = 0
-    turn = 0
-    if TURNS and c == CONSUMERS - 1:
-        _pass_turn(0)
-    for index in range(gl.program_id(0), total, gl.num_programs(0)):
-        batch, head, first, n = _tile(index, problem, CONSUMERS, KEYS, CAUSAL)
+    for turn in range(_turns(total)):
+        batch, head, first, n = _tile(_index(turn, total), problem, CONSUMERS, KEYS, CAUSAL)
         row = first + 64 * c
         # how many keys each row sees, and how many tiles of keys, but for the last, every row sees as a whole
         limit = lk + gl.zeros_like(lines)
@@ -184,11 +175,7 @@ def _consume(
         last = step + n
         mbarrier.wait(q_full.index(c), turn & 1)
         mbarrier.wait(k_full.index(step % STAGES), step // STAGES & 1)
-        if TURNS:
-            _wait_turn(c)
         s = _scores(q, k_smem.index(step % STAGES), s_layout)
-        if TURNS:
-            _pass_turn((c + 1) % CONSUMERS)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_empty.index(step % STAGES))
         highest = gl.full([64], float("-inf"), gl.float32, rows_s)
@@ -200,12 +187,12 @@ def _consume(
         for j in range(n - 1 - clear):
             p, o, highest, weights = _step(
                 q, p, o, highest, weights, buffers, barriers, step, last, scale, limit, columns + (n - 2 - j) * KEYS,
-                c, TURNS, True, s_layout, p_layout,
+                True, s_layout, p_layout,
             )  # fmt: skip
             step += 1
         for _ in range(clear):
             p, o, highest, weights = _step(
-                q, p, o, highest, weights, buffers, barriers, step, last, scale, limit, columns, c, TURNS, False,
+                q, p, o, highest, weights, buffers, barriers, step, last, scale, limit, columns, False,
                 s_layout, p_layout,
             )  # fmt: skip
             step += 1
@@ -228,16 +215,12 @@ def _consume(
         steps.store(o_desc, [batch, head, row, 0], q_smem.index(c))
         tma.store_wait(0)
         mbarrier.arrive(q_empty.index(c))
-        turn += 1
-    if TURNS and c == 0:
-        _wait_turn(0)
 
 
 @gluon.jit(do_not_specialize=["lq", "lk", "offset", "heads", "group", "tiles", "total"])
 def attention_forward_hopper(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, lq, lk, offset, heads, group, tiles, total, scale,
     CONSUMERS: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    TURNS: gl.constexpr,
 ):  # fmt: skip
     """Attention: o and lse [B, H, Lq] of q, k and v [B, H, L, D].
 
@@ -269,8 +252,8 @@ def attention_forward_hopper(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (o_desc, lse_ptr, scale, buffers, barriers, problem, 0, CAUSAL, TURNS)),
-                (_consume, (o_desc, lse_ptr, scale, buffers, barriers, problem, 1, CAUSAL, TURNS)),
+                (_consume, (o_desc, lse_ptr, scale, buffers, barriers, problem, 0, CAUSAL)),
+                (_consume, (o_desc, lse_ptr, scale, buffers, barriers, problem, 1, CAUSAL)),
                 (_produce, (q_desc, k_desc, v_desc, buffers, barriers, problem, CAUSAL)),
             ],
             [4, 1],
@@ -279,9 +262,9 @@ def attention_forward_hopper(
     else:
         gl.warp_specialize(
             [
-                (_consume, (o_desc, lse_ptr, scale, buffers, barriers, problem, 0, CAUSAL, TURNS)),
-                (_consume, (o_desc, lse_ptr, scale, buffers, barriers, problem, 1, CAUSAL, TURNS)),
-                (_consume, (o_desc, lse_ptr, scale, buffers, barriers, problem, 2, CAUSAL, TURNS)),
+                (_consume, (o_desc, lse_ptr, scale, buffers, barriers, problem, 0, CAUSAL)),
+                (_consume, (o_desc, lse_ptr, scale, buffers, barriers, problem, 1, CAUSAL)),
+                (_consume, (o_desc, lse_ptr, scale, buffers, barriers, problem, 2, CAUSAL)),
                 (_produce, (q_desc, k_desc, v_desc, buffers, barriers, problem, CAUSAL)),
             ],
             [4, 4, 1],

@@ -16,7 +16,7 @@ from isograd.attention import gluon_steps as steps
 from isograd.attention import triton_rows_launch as rows_launch
 from isograd.attention.descriptors import AttentionDescriptor
 from isograd.attention.triton_problem import Arguments, Outputs, extras, problem_of
-from isograd.triton_launcher import Launcher, Specification, kept
+from isograd.triton_launcher import Launcher, Specification, kept, processors
 
 HEAD_DIMS = (64, 128)
 TILE_KEYS = 128  # of the backward pass
@@ -47,16 +47,12 @@ def supports(d: AttentionDescriptor) -> str | None:
 
 
 class ForwardTiles(NamedTuple):
-    """Groups of 64 queries in a tile, keys of a tile, tiles of keys in flight, registers a thread at the start.
-
-    turns: whether the groups start their products in turn.
-    """
+    """Groups of 64 queries in a tile, keys of a tile, tiles of keys in flight, registers a thread at the start."""
 
     consumers: int
     keys: int
     stages: int
     registers: int
-    turns: bool
 
 
 class BackwardTiles(NamedTuple):
@@ -70,7 +66,7 @@ class BackwardTiles(NamedTuple):
 
 def forward_tiles(head_dim: int) -> ForwardTiles:
     """The rule: a function of the head dimension alone."""
-    return ForwardTiles(2, 128, 2, 168, True) if head_dim == 128 else ForwardTiles(3, 128, 3, 128, False)
+    return ForwardTiles(2, 128, 2, 168) if head_dim == 128 else ForwardTiles(3, 128, 3, 128)
 
 
 def backward_tiles(head_dim: int) -> BackwardTiles:
@@ -102,17 +98,16 @@ class BlockLauncher(Launcher):
         super().__init__(kernel, specification)
         self._blocks = tuple(blocks)
 
-    def given(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """What the kernel sees of the tensors."""
-        count = len(self._blocks)
-        described = [b.described(t, t.dtype) for b, t in zip(self._blocks, tensors[:count], strict=True)]
-        return [*described, *tensors[count:]]
+    def described(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """What the compiler is shown of the tensors."""
+        return [*self._descriptors(tensors), *tensors[len(self._blocks) :]]
 
-    def __call__(self, *tensors: torch.Tensor, numbers: tuple[int, ...] = ()) -> None:
-        """Launch, without waiting."""
-        tail, programs = self._specification[:2]
-        with torch.cuda.device(tensors[0].device):
-            self._kernel[(programs,)](*self.given(tensors), *numbers, *tail, **self._specification.options)
+    def passed(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> list[Any]:
+        """What the driver is given of the tensors."""
+        return [*self._descriptors(tensors), *addresses[len(self._blocks) :]]
+
+    def _descriptors(self, tensors: Sequence[torch.Tensor]) -> list[TensorDescriptor]:
+        return [block.described(t, t.dtype) for block, t in zip(self._blocks, tensors, strict=False)]
 
 
 def _block(t: torch.Tensor, rows: int, columns: int = 0) -> Block:
@@ -138,15 +133,14 @@ def _numbers(d: AttentionDescriptor) -> tuple[int, int, int]:
 
 @kept
 def _forward(
-    d: AttentionDescriptor, blocks: tuple[Block, ...], dtype: torch.dtype, tile: ForwardTiles
+    d: AttentionDescriptor, blocks: tuple[Block, ...], dtype: torch.dtype, tile: ForwardTiles, processors: int
 ) -> BlockLauncher:
     per_head = -(-d.q_length // (64 * tile.consumers))
     options, scale = d.options, float(d.options.scale or 0.0)
-    fixed = (tile.consumers, tile.keys, d.head_dim, tile.stages, options.causal, tile.turns)
+    fixed = (tile.consumers, tile.keys, d.head_dim, tile.stages, options.causal)
     total = per_head * d.heads * d.batch
     tail = (*_numbers(d), d.heads, d.groups, per_head, total, scale * steps.LOG2E, *fixed)
-    # A program for each tile: the processors take them as they come, the long ones first.
-    specification = Specification(tail, total, 4, None, tile.registers)
+    specification = Specification(tail, min(total, processors), 4, None, tile.registers)
     return BlockLauncher(gluon_forward.attention_forward_hopper, specification, blocks)
 
 
@@ -157,7 +151,7 @@ def forward(d: AttentionDescriptor, a: Arguments, config: ForwardTiles | None = 
     q, k, v, o = _input(a["q"]), _input(a["k"]), _input(a["v"]), outputs["o"]
     lse = a["lse"] if a["lse"].is_contiguous() else torch.empty_like(a["lse"], memory_format=torch.contiguous_format)
     blocks = (_block(q, 64), _block(k, tile.keys), _block(v, tile.keys), _block(o, 64))
-    _forward(d, blocks, q.dtype, tile)(q, k, v, o, lse)
+    _forward(d, blocks, q.dtype, tile, processors(q))(q, k, v, o, lse)
     outputs.done()
     if lse is not a["lse"]:
         a["lse"].copy_(lse)
