@@ -239,3 +239,31 @@ def test_a_kernel_without_a_name_is_refused():
 
     with pytest.raises(ig.InvalidProblemError, match="Nameless has no name"):
         ig.register_kernel("softmax", "cpu", "float64", Nameless())
+
+
+@pytest.fixture
+def preferred():
+    yield ig.prefer
+    ig.prefer()
+
+
+def test_preferred_kernels_come_first_in_every_api(register, preferred):
+    x = np.zeros((4, 6), np.float32)
+    usual = ig.softmax(x)
+    register(Constant("low", 1.0), priority=-1)
+    register(Constant("lower", 2.0), priority=-2)
+    register(Constant("picky", 3.0, "it takes nothing"), priority=-3)
+    assert np.array_equal(ig.softmax(x), usual)
+    assert preferred("picky", "lower", "low") == ()
+    assert np.all(ig.softmax(x) == 2)
+    assert ig.SoftmaxPlan.select(DESCRIPTOR).kernel.name == "lower"
+    assert ig.SoftmaxPlan.select(DESCRIPTOR, preference="low").kernel.name == "low"
+    assert preferred("low") == ("picky", "lower", "low")
+    assert np.all(ig.softmax(x) == 1)
+    assert preferred() == ("low",)
+    assert np.array_equal(ig.softmax(x), usual)
+
+
+def test_preferring_what_there_is_not():
+    with pytest.raises(ig.InvalidProblemError, match=r"prefer: names has 'hoper'; accepted: .*hopper"):
+        ig.prefer("hoper")

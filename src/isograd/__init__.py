@@ -121,6 +121,7 @@ with default_environment():
     )
     from isograd.registry import (
         kernels,
+        prefer,
         register_kernel,
         unregister_kernel,
     )
@@ -319,6 +320,7 @@ __all__ = [
     "moe_permute_backward",
     "moe_router",
     "moe_router_backward",
+    "prefer",
     "register_kernel",
     "renormalize",
     "renormalize_backward",

@@ -4,6 +4,7 @@
     isograd.register_kernel("softmax", "cpu", "float32", MyKernel(), priority=10)
 
 The kernel with the highest priority that does not reject a descriptor is chosen; the library's own have priority 0.
+`prefer` puts kernels of certain names before all others.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ _FAMILIES = (
 _entries: list[Entry] = []
 _lock = threading.Lock()
 _generation = 0
+_preferred: tuple[str, ...] = ()
 
 
 def register_kernel(operation: str, device: str, dtype: str, kernel: Kernel, *, priority: int = 0) -> None:
@@ -94,6 +96,26 @@ def unregister_kernel(operation: str, device: str, dtype: str, name: str) -> Non
         _generation += 1
 
 
+def prefer(*names: str) -> tuple[str, ...]:
+    """Choose kernels of these names, the first name first, for every problem that they take; return the names before.
+
+        isograd.prefer("hopper")  # attention's kernels for compute capability 9.0
+        isograd.prefer()          # the usual order again
+
+    It holds for the process and for calls to come, whatever their API; a plan's own `preference` goes before it.
+    Another kernel may promise something else, as `Plan.precision_guarantee` says. `isograd kernels` lists the names
+    and the reason where a kernel does not serve this machine. InvalidProblemError for a name that no kernel has.
+    """
+    global _generation, _preferred
+    known = {entry.kernel.name for entry in kernels()}
+    if unknown := [name for name in names if name not in known]:
+        raise InvalidProblemError(f"prefer: names has {unknown[0]!r}; accepted: {', '.join(sorted(known))}")
+    with _lock:
+        before, _preferred = _preferred, names
+        _generation += 1
+    return before
+
+
 def generation() -> int:
     """A number that changes with the registry, for caches of plans."""
     return _generation
@@ -111,6 +133,8 @@ def find_kernel(descriptor: Descriptor, device: str, preference: str | None) -> 
     problem = (descriptor.operation, device, descriptor.dtype)
     entries = kernels()
     candidates = [e.kernel for e in entries if e[:3] == problem]
+    first = _preferred
+    candidates.sort(key=lambda kernel: first.index(kernel.name) if kernel.name in first else len(first))
     if preference is not None:
         names = [kernel.name for kernel in candidates]
         candidates = [kernel for kernel in candidates if kernel.name == preference]
