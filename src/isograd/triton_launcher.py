@@ -68,12 +68,20 @@ class Launcher:
         self._specification = specification
         self._prepared: dict[int, Callable[..., None]] = {}
 
+    def described(self, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
+        """What the compiler is shown of the tensors."""
+        return tensors
+
+    def passed(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> Sequence[Any]:
+        """What the driver is given of the tensors."""
+        return addresses
+
     def __call__(self, *tensors: torch.Tensor, numbers: tuple[int, ...] = ()) -> None:
         """Launch, without waiting."""
         index = tensors[0].get_device()
         if index < 0:
             tail, programs = self._specification[:2]
-            self._kernel[(programs,)](*tensors, *numbers, *tail, **self._specification.options)
+            self._kernel[(programs,)](*self.described(tensors), *numbers, *tail, **self._specification.options)
             return
         addresses = [t.data_ptr() for t in tensors]
         place = index
@@ -82,24 +90,26 @@ class Launcher:
         prepared = self._prepared.get(place)
         if prepared is None:
             prepared = self._prepared[place] = self._prepare(tensors, numbers)
+        passed = self.passed(tensors, addresses)
         if index == torch._C._cuda_getDevice():
-            prepared(torch._C._cuda_getCurrentRawStream(index), *addresses, *numbers)
+            prepared(torch._C._cuda_getCurrentRawStream(index), *passed, *numbers)
         else:
             with torch.cuda.device(index):
-                prepared(torch._C._cuda_getCurrentRawStream(index), *addresses, *numbers)
+                prepared(torch._C._cuda_getCurrentRawStream(index), *passed, *numbers)
 
     def _prepare(self, tensors: Sequence[torch.Tensor], numbers: tuple[int, ...]) -> Callable[..., None]:
-        """Compile and load; what comes back takes the stream, the tensors' addresses and the numbers."""
+        """Compile and load; what comes back takes the stream, what is passed of the tensors, and the numbers."""
         tail, programs = self._specification[:2]
         with torch.cuda.device(tensors[0].device):
             options = self._specification.options
-            compiled = self._kernel.warmup(*tensors, *numbers, *tail, grid=(programs,), **options)
+            shown = self.described(tensors)
+            compiled = self._kernel.warmup(*shown, *numbers, *tail, grid=(programs,), **options)
             run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
             if getattr(compiled.metadata, "global_scratch_size", 0):
                 run = _with_scratch(run)
 
-        def launch_prepared(stream: int, *addresses: int) -> None:
-            run(programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *tail)
+        def launch_prepared(stream: int, *passed: Any) -> None:
+            run(programs, 1, 1, stream, function, metadata, None, None, None, *passed, *tail)
 
         return launch_prepared
 
