@@ -3,8 +3,9 @@
     compute-sanitizer --tool racecheck python tools/sanitize_cuda.py [--operation NAME ...] [--part I/N]
 
 The cases of `isograd verify`, and rows and strips for the kernels that those are too short for. Results are not
-compared; `isograd verify` does that. initcheck does not see what cuBLAS writes through the copy engine, so it reports
-the logits of linear_cross_entropy; nothing else may be reported.
+compared; `isograd verify` does that. What may be reported: initcheck does not see what cuBLAS writes through the copy
+engine, the logits of linear_cross_entropy, nor the tensor descriptors that attention's programs make; racecheck does
+not follow the mbarriers between warps of Hopper's attention, and reports what they order.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """The Hopper kernels of attention: their arithmetic and protocol in an emulation, compilation, and what they take."""
 
 import math
+import re
 import subprocess
 import tempfile
 from dataclasses import replace
@@ -197,6 +198,22 @@ def sass(kernel: Any) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+def unordered(ptx: str) -> int:
+    """Arrivals at an mbarrier with shared memory used since the last barrier of the arriving warps.
+
+    One thread arrives for all of its partition; the others might still be at work.
+    """
+    count, used = 0, True
+    for line in ptx.splitlines():
+        if re.search(r"\bbar(rier)?(\.warp)?\.sync\b", line):
+            used = False
+        elif re.search(r"\b(ld|st)\.shared\b|\b(ld|st)matrix\b", line):
+            used = True
+        elif "mbarrier.arrive" in line and "expect_tx" not in line:
+            count += used
+    return count
+
+
 @pytest.mark.parametrize(("head_dim", "dtype", "options"), [(128, "bfloat16", CAUSAL), (64, "float16", FULL)])
 def test_compiled_for_hopper(
     head_dim: int, dtype: str, options: AttentionOptions, monkeypatch: pytest.MonkeyPatch
@@ -223,6 +240,9 @@ def test_compiled_for_hopper(
         assert waits < products / 4
         assert (" UTMAREDG" in text) == ("backward" in name)
         assert "RED.E.ADD.F32" not in text
+        ptx = kernel.asm["ptx"]
+        assert unordered(ptx) == 0
+        assert unordered(re.sub(r"\bbar\.(warp\.)?sync", "nothing", ptx)) > 0
 
 
 # --- what they take --------------------------------------------------------------------------------------------------
