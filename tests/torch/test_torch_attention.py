@@ -384,7 +384,7 @@ def test_arguments_that_do_not_fit():
         (lambda: igt.attention(q, k[:1], v), problem, "k has shape"),
         (lambda: igt.attention(q, k, v[:, :, 1:]), problem, "v has shape"),
         (lambda: igt.attention(q[..., :8], k, v), problem, "same head dimension"),
-        (lambda: igt.attention(q[..., :0], k[..., :0], v), unsupported, "q has 0"),
+        (lambda: igt.attention(q[..., :0], k[..., :0], v), unsupported, "head dimension of q is 0"),
         (lambda: igt.attention(q.repeat(1, 1, 1, 17), k.repeat(1, 1, 1, 17), v), unsupported, "head dimension of q"),
         (lambda: igt.attention(q, k, v.double()), problem, "v has dtype torch.float64"),
         (lambda: igt.attention(q.long(), k, v), unsupported, "q has dtype torch.int64"),

@@ -191,11 +191,20 @@ def test_arguments_that_do_not_fit():
         (lambda: sdpa(q[..., 1:], k, v), problem, "same head dimension"),
         (lambda: sdpa(q, k, v.double()), problem, "v has dtype"),
         (lambda: sdpa(q.int(), k.int(), v.int()), unsupported, "query has dtype"),
-        (lambda: sdpa(*[t.repeat(1, 1, 1, 17) for t in (q, k, v)]), unsupported, "head dimension of q is 272"),
+        (lambda: sdpa(*[t.repeat(1, 1, 1, 17) for t in (q, k, v)]), unsupported, "head dimension of query is 272"),
+        (
+            lambda: sdpa(*[t.repeat(1, 1, 1, 17)[..., :257] for t in (q, k, v)]),
+            unsupported,
+            "query is 257; .* 1 to 256",
+        ),
         (lambda: sdpa(q, k, v, torch.zeros(5, 6)), problem, "attn_mask has shape"),
         (lambda: sdpa(q, k, v, torch.zeros(1, 1, 1, 5, 7)), problem, "attn_mask has shape"),
         (lambda: sdpa(q, k, v, torch.zeros(5, 7, dtype=torch.int32)), unsupported, "attn_mask has dtype"),
-        (lambda: sdpa(q, k, v, torch.zeros(5, 7).double()), unsupported, "bias has dtype"),
+        (
+            lambda: sdpa(q, k, v, torch.zeros(5, 7).double()),
+            unsupported,
+            "bias has dtype torch.float64; accepted: float32$",
+        ),
         (lambda: sdpa(q, k, v, [[True]]), problem, "attn_mask is list"),
         (lambda: sdpa(q, k, v, dropout_p=1.0), problem, "dropout_p is 1.0"),
         (lambda: sdpa(q, k, v, is_causal=1), problem, "causal is 1"),
@@ -249,7 +258,7 @@ def test_what_the_switch_leaves_to_torch_and_says_so():
     wide = [t.repeat(1, 1, 1, 20) for t in (q, k, v)]
     sdpa = F.scaled_dot_product_attention
     for call, reason in (
-        (lambda: sdpa(*wide), "head dimension of q is 320"),
+        (lambda: sdpa(*wide), "head dimension of query is 320"),
         (lambda: sdpa(q, k, v, dropout_p=1.0), "dropout_p is 1.0"),
         (lambda: sdpa(q.as_subclass(Subclass), k, v), "Subclass"),
         (lambda: torch._scaled_dot_product_flash_attention_for_cpu(q, q, q)[0], "fused"),

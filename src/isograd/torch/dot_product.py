@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from isograd.attention import problem
-from isograd.attention.descriptors import DIM_STEP, LEAST_DIM
+from isograd.attention.descriptors import DIM_STEP, LEAST_DIM, MOST_DIM
 from isograd.attention.options import AttentionOptions, Window
 from isograd.errors import InvalidProblemError, UnsupportedError
 from isograd.losses.promises import checked_integer
@@ -31,17 +31,25 @@ def _drawn() -> Tensor:
     return torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64)
 
 
+def _checked_head_dims(name: str, **rows: Tensor) -> None:
+    """Raise for head dimensions of q, k and v, by their names, that no padding makes fit."""
+    (query, q), (key, k), _ = rows.items()
+    for argument, x in rows.items():
+        if not 1 <= x.shape[-1] <= MOST_DIM:
+            raise UnsupportedError(
+                f"{name}: the head dimension of {argument} is {x.shape[-1]}; accepted: 1 to {MOST_DIM}"
+            )
+    if k.shape[-1] != q.shape[-1]:
+        raise InvalidProblemError(
+            f"{name}: {query} has shape {tuple(q.shape)} and {key} {tuple(k.shape)}; expected the same head dimension"
+        )
+
+
 def _attend(
     name: str, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *extra: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The operator on [B, H, L, D]; extra: its tensors from bias to seed."""
     head_dim, v_dim = q.shape[-1], v.shape[-1]
-    if k.shape[-1] != head_dim:
-        raise InvalidProblemError(
-            f"{name}: q has shape {tuple(q.shape)} and k {tuple(k.shape)}; expected the same head dimension"
-        )
-    if head_dim == 0 or v_dim == 0:
-        raise UnsupportedError(f"{name}: q has {head_dim} and v has {v_dim} features a head; expected at least one")
     options = options.validated(name, head_dim)
     window = (None, None) if options.window is None else options.window
     left, right = (None if side is None else min(side, _WIDEST) for side in window)
@@ -127,6 +135,7 @@ def attention(
     for argument, tensor in (("q", q), ("k", k), ("v", v)):
         require_dense(name, tensor, argument)
     q, k, v = (problem.rows(name, argument, x, layout) for argument, x in (("q", q), ("k", k), ("v", v)))
+    _checked_head_dims(name, q=q, k=k, v=v)
     if bias is not None:
         require_dense(name, bias, "bias")
     if sinks is not None:
@@ -217,6 +226,7 @@ def scaled_dot_product_attention(
             raise InvalidProblemError(
                 f"{_SDPA}: {argument} has shape {tuple(tensor.shape)}; expected at least {least} axes"
             )
+    _checked_head_dims(_SDPA, query=query, key=key, value=value)
     own = 3 if enable_gqa else 2  # axes that are not broadcast
     heads = [tuple(t.shape[-own:-2]) for t in (query, key, value)]
     if enable_gqa and any(h[0] == 0 or heads[0][0] % h[0] for h in heads[1:]):

@@ -110,7 +110,7 @@ def _require_shape(operation: str, name: str, tensor: Tensor, expected: tuple[in
 
 def _require_dtype(operation: str, name: str, tensor: Tensor, *accepted: torch.dtype) -> None:
     if tensor.dtype not in accepted:
-        names = ", ".join([str(dtype).removeprefix("torch.") for dtype in accepted])
+        names = ", ".join([str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(accepted)])
         raise UnsupportedError(f"{operation}: {name} has dtype {tensor.dtype}; accepted: {names}")
 
 
