@@ -140,6 +140,16 @@ def test_compile_inside_the_switch():
     assert switch.report().replaced == {"torch.softmax (compiled)": 1, "torch.Tensor.log_softmax (compiled)": 1}
 
 
+def test_compile_around_the_switch():
+    def inside(t):
+        with igt.use():
+            return torch.softmax(t, -1)
+
+    torch._dynamo.reset()
+    x = torch.randn(3, 4)
+    assert torch.equal(torch.compile(inside, backend="aot_eager", fullgraph=True)(x), igt.softmax(x, -1))
+
+
 def test_export_keeps_the_operator():
     class Model(torch.nn.Module):
         def forward(self, x):

@@ -227,9 +227,12 @@ class Switch(TorchFunctionMode):
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _count_traced(self, function: str, replaced: bool, reason: str) -> None:
-        # torch.compile calls this while it traces, and leaves it out of the graph.
-        with _lock:
-            self._counts[f"{function} (compiled)", replaced, reason] += 1
+        # torch.compile calls this while it traces, and leaves it out of the graph. A switch made inside the compiled
+        # function is a stand-in without fields there, and nobody can ask it for a report.
+        counts = getattr(self, "_counts", None)
+        if counts is not None:
+            with _lock:
+                counts[f"{function} (compiled)", replaced, reason] += 1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
