@@ -258,6 +258,8 @@ def test_preferred_kernels_come_first_in_every_api(register, preferred):
     assert np.all(ig.softmax(x) == 2)
     assert ig.SoftmaxPlan.select(DESCRIPTOR).kernel.name == "lower"
     assert ig.SoftmaxPlan.select(DESCRIPTOR, preference="low").kernel.name == "low"
+    names = [e.kernel.name for e in registry.kernels() if e[:3] == ("softmax", "cpu", "float32")]
+    assert names == ["picky", "lower", "low", "numba"]
     assert preferred("low") == ("picky", "lower", "low")
     assert np.all(ig.softmax(x) == 1)
     assert preferred() == ("low",)
@@ -267,3 +269,5 @@ def test_preferred_kernels_come_first_in_every_api(register, preferred):
 def test_preferring_what_there_is_not():
     with pytest.raises(ig.InvalidProblemError, match=r"prefer: names has 'hoper'; accepted: .*hopper"):
         ig.prefer("hoper")
+    with pytest.raises(ig.InvalidProblemError, match="names has \\['hopper'\\]"):
+        ig.prefer(["hopper"])

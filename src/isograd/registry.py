@@ -102,17 +102,18 @@ def prefer(*names: str) -> tuple[str, ...]:
         isograd.prefer("hopper")  # attention's kernels for compute capability 9.0
         isograd.prefer()          # the usual order again
 
-    It holds for the process and for calls to come, whatever their API; a plan's own `preference` goes before it.
+    It holds for the process and for calls to come, whatever their API; a plan's own `preference` goes before it. Plans,
+    recordings and graphs that exist keep their kernels, and a gradient is computed by what is preferred when it runs.
     Another kernel may promise something else, as `Plan.precision_guarantee` says. `isograd kernels` lists the names
     and the reason where a kernel does not serve this machine. InvalidProblemError for a name that no kernel has.
     """
     global _generation, _preferred
-    known = {entry.kernel.name for entry in kernels()}
+    known = sorted({entry.kernel.name for entry in kernels()})
     if unknown := [name for name in names if name not in known]:
-        raise InvalidProblemError(f"prefer: names has {unknown[0]!r}; accepted: {', '.join(sorted(known))}")
+        raise InvalidProblemError(f"prefer: names has {unknown[0]!r}; accepted: {', '.join(known)}")
     with _lock:
         before, _preferred = _preferred, names
-        _generation += 1
+        _generation += before != names
     return before
 
 
@@ -125,7 +126,8 @@ def kernels() -> list[Entry]:
     """Every registered kernel, in the order of choice."""
     for family in _FAMILIES:
         importlib.import_module(family)
-    return list(_entries)
+    first = _preferred
+    return sorted(_entries, key=lambda e: first.index(e.kernel.name) if e.kernel.name in first else len(first))
 
 
 def find_kernel(descriptor: Descriptor, device: str, preference: str | None) -> Any:
@@ -133,8 +135,6 @@ def find_kernel(descriptor: Descriptor, device: str, preference: str | None) -> 
     problem = (descriptor.operation, device, descriptor.dtype)
     entries = kernels()
     candidates = [e.kernel for e in entries if e[:3] == problem]
-    first = _preferred
-    candidates.sort(key=lambda kernel: first.index(kernel.name) if kernel.name in first else len(first))
     if preference is not None:
         names = [kernel.name for kernel in candidates]
         candidates = [kernel for kernel in candidates if kernel.name == preference]

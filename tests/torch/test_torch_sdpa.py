@@ -189,7 +189,8 @@ def test_arguments_that_do_not_fit():
         (lambda: sdpa(q, k[:, :2], v[:, :2], enable_gqa=True), problem, "query, key and value have 3, 2, 2 heads"),
         (lambda: sdpa(q, k[:, :, 1:], v), problem, "expected as many rows"),
         (lambda: sdpa(q[..., 1:], k, v), problem, "same head dimension"),
-        (lambda: sdpa(q, k, v.double()), problem, "v has dtype"),
+        (lambda: sdpa(q, k, v.double()), problem, "value has dtype torch.float64 and query"),
+        (lambda: sdpa(q, k, v.to("meta")), ig.DeviceMismatchError, "query is on cpu, value is on meta"),
         (lambda: sdpa(q.int(), k.int(), v.int()), unsupported, "query has dtype"),
         (lambda: sdpa(*[t.repeat(1, 1, 1, 17) for t in (q, k, v)]), unsupported, "head dimension of query is 272"),
         (
@@ -203,7 +204,7 @@ def test_arguments_that_do_not_fit():
         (
             lambda: sdpa(q, k, v, torch.zeros(5, 7).double()),
             unsupported,
-            "bias has dtype torch.float64; accepted: float32$",
+            "attn_mask has dtype torch.float64; accepted: bool",
         ),
         (lambda: sdpa(q, k, v, [[True]]), problem, "attn_mask is list"),
         (lambda: sdpa(q, k, v, dropout_p=1.0), problem, "dropout_p is 1.0"),

@@ -83,8 +83,8 @@ for _operation in OPERATIONS:
     for _dtype in dtypes_of("cuda"):
         register_kernel(_operation, "cuda", _dtype, TritonAttention())
 
-# After Triton's, and so by preference only: these kernels do not take packed sequences, which then have Triton's bits
-# and not those that a sequence has alone.
+# After Triton's, and so by preference only: packed sequences go to Triton's kernels, and a sequence would have other
+# bits among others than alone.
 for _operation in ("attention", "attention_backward"):
     for _dtype in ("float16", "bfloat16"):
         register_kernel(_operation, "cuda", _dtype, HopperAttention())

@@ -10,7 +10,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from isograd.attention import problem
 from isograd.attention.descriptors import DIM_STEP, LEAST_DIM, MOST_DIM
 from isograd.attention.options import AttentionOptions, Window
-from isograd.errors import InvalidProblemError, UnsupportedError
+from isograd.errors import DeviceMismatchError, InvalidProblemError, UnsupportedError
 from isograd.losses.promises import checked_integer
 from isograd.torch.indexing import enter
 from isograd.torch.ops_attention import ATTENTION
@@ -189,6 +189,12 @@ def _mask(attn_mask: Tensor, scores: tuple[int, ...]) -> Tensor:
     return mask.expand(*outer, *sizes[-3:]).reshape(math.prod(outer), *sizes[-3:])
 
 
+def _addable(attn_mask: Tensor, query: Tensor) -> bool:
+    accepted = (query.dtype, torch.float32)
+    wide = query.dtype is torch.float64  # to which every mask is widened
+    return wide or attn_mask.dtype in accepted or torch.is_autocast_enabled(query.device.type)
+
+
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -226,6 +232,13 @@ def scaled_dot_product_attention(
             raise InvalidProblemError(
                 f"{_SDPA}: {argument} has shape {tuple(tensor.shape)}; expected at least {least} axes"
             )
+    for argument, tensor in (("key", key), ("value", value)):
+        if tensor.device != query.device:
+            raise DeviceMismatchError(f"{_SDPA}: query is on {query.device}, {argument} is on {tensor.device}")
+        if tensor.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
+            raise InvalidProblemError(
+                f"{_SDPA}: {argument} has dtype {tensor.dtype} and query {query.dtype}; expected the same"
+            )
     _checked_head_dims(_SDPA, query=query, key=key, value=value)
     own = 3 if enable_gqa else 2  # axes that are not broadcast
     heads = [tuple(t.shape[-own:-2]) for t in (query, key, value)]
@@ -258,7 +271,7 @@ def scaled_dot_product_attention(
         viewed = _mask(attn_mask, (*lead, query.shape[-2], key.shape[-2]))
         if attn_mask.dtype is torch.bool:
             mask = viewed
-        elif attn_mask.is_floating_point():
+        elif attn_mask.is_floating_point() and _addable(attn_mask, query):
             require_dense(_SDPA, attn_mask, "attn_mask")
             bias = viewed.to(torch.float64) if query.dtype is torch.float64 else viewed
         else:

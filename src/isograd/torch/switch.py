@@ -228,7 +228,7 @@ class Switch(TorchFunctionMode):
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _count_traced(self, function: str, replaced: bool, reason: str) -> None:
         # torch.compile calls this while it traces, and leaves it out of the graph. A switch made inside the compiled
-        # function is a stand-in without fields there, and nobody can ask it for a report.
+        # function is a stand-in without fields while that is traced.
         counts = getattr(self, "_counts", None)
         if counts is not None:
             with _lock:
