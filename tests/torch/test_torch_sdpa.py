@@ -210,7 +210,7 @@ def test_arguments_that_do_not_fit():
         (lambda: sdpa(q, k, v, dropout_p=1.0), problem, "dropout_p is 1.0"),
         (lambda: sdpa(q, k, v, is_causal=1), problem, "causal is 1"),
         (lambda: sdpa(q, k, v, scale=float("nan")), problem, "scale is nan"),
-        (lambda: sdpa(q, k, v.to("meta")), ig.DeviceMismatchError, "v is on meta"),
+        (lambda: sdpa(q, k, v.to("meta")), ig.DeviceMismatchError, "value is on meta"),
     ):
         with pytest.raises(error, match=message):
             call()
