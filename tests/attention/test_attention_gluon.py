@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 triton = pytest.importorskip("triton", reason="needs triton")
 
 import gluon_emulation as emulation  # noqa: E402
+from thinned import exhaustive  # noqa: E402
 from triton_targets import kernels_of, resources  # noqa: E402
 
 from isograd import registry  # noqa: E402
@@ -183,7 +184,7 @@ def sass(kernel: Any) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize(("head_dim", "dtype", "options"), [(128, "bfloat16", CAUSAL), (64, "float16", FULL)])
+@pytest.mark.parametrize(("head_dim", "dtype", "options"), [(128, "bfloat16", CAUSAL), exhaustive(64, "float16", FULL)])
 def test_compiled_for_hopper(
     head_dim: int, dtype: str, options: AttentionOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
