@@ -52,12 +52,12 @@ def times_of(flavour):
 
 def sampled():
     """Every length, dimension, number of heads, option and dtype, in combinations that go round them at once."""
-    pairs = [(q, k) for q, k in itertools.product(LENGTHS, LENGTHS) if q * k <= 256 * 256]
+    pairs = [(q, k) for q, k in itertools.product(LENGTHS, LENGTHS) if q * k <= 256 * 1024]
     flavours = list(FLAVOURS)
     for n, flavour in enumerate(flavours * 3):
         q_length, k_length = pairs[(37 * n + 5) % len(pairs)]
-        dims = DIMS[n % 8], DIMS[(n // 3) % 8]
-        yield flavour, q_length, k_length, *dims, HEADS[n % len(HEADS)], DTYPES[n // len(flavours)]
+        heads = HEADS[n % len(HEADS)] if q_length * k_length <= 128 * 128 else (1, 1)
+        yield flavour, q_length, k_length, DIMS[n % 8], DIMS[(n // 3) % 8], heads, DTYPES[n // len(flavours)]
     for n, length in enumerate(LENGTHS):
         yield "plain", length, LENGTHS[-1 - n], DIMS[n % 8], DIMS[-1 - n % 8], (1, 1), "float32"
     yield "causal", 2048, 2048, 64, 64, (1, 1), "float32"

@@ -22,7 +22,7 @@ CASES = {
     "probabilities": (11, 57),
     "faults": (6, 6),
     "parts": (24, 48),
-    "linear": (30, 60),
+    "linear": (20, 60),
     "reductions": (31, 31),
 }
 
