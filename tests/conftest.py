@@ -9,6 +9,12 @@ from pathlib import Path
 
 import pytest
 
+# The workers of pytest-xdist take every core. More threads of BLAS and OpenMP than one each would wait for each other,
+# busily. Set before NumPy is imported; the library's own threads are not concerned.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
+
 import isograd
 
 

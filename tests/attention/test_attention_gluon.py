@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 triton = pytest.importorskip("triton", reason="needs triton")
 
 import gluon_emulation as emulation  # noqa: E402
+from thinned import exhaustive  # noqa: E402
 from triton_targets import kernels_of, resources  # noqa: E402
 
 from isograd import registry  # noqa: E402
@@ -214,7 +215,7 @@ def unordered(ptx: str) -> int:
     return count
 
 
-@pytest.mark.parametrize(("head_dim", "dtype", "options"), [(128, "bfloat16", CAUSAL), (64, "float16", FULL)])
+@pytest.mark.parametrize(("head_dim", "dtype", "options"), [(128, "bfloat16", CAUSAL), exhaustive(64, "float16", FULL)])
 def test_compiled_for_hopper(
     head_dim: int, dtype: str, options: AttentionOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:

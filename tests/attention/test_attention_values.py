@@ -56,7 +56,7 @@ def sampled():
     flavours = list(FLAVOURS)
     for n, flavour in enumerate(flavours * 3):
         q_length, k_length = pairs[(37 * n + 5) % len(pairs)]
-        heads = HEADS[n % len(HEADS)] if q_length * k_length <= 256 * 512 else (1, 1)
+        heads = HEADS[n % len(HEADS)] if q_length * k_length <= 128 * 128 else (1, 1)
         yield flavour, q_length, k_length, DIMS[n % 8], DIMS[(n // 3) % 8], heads, DTYPES[n // len(flavours)]
     for n, length in enumerate(LENGTHS):
         yield "plain", length, LENGTHS[-1 - n], DIMS[n % 8], DIMS[-1 - n % 8], (1, 1), "float32"

@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("triton", reason="needs triton")
 
+from thinned import thinned  # noqa: E402
 from triton_targets import kernels_of, resources  # noqa: E402
 
 from isograd.gather import triton_launch as gather  # noqa: E402
@@ -57,8 +58,7 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("name", "dtype"), thinned(2, CALLS, [torch.float32, torch.float64]), ids=str)
 def test_hopper(name: str, dtype: torch.dtype) -> None:
     found = kernels_of("sm_90", CALLS[name](dtype), gather)
     assert list(found) == KERNELS[name]
@@ -71,7 +71,7 @@ def test_hopper(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
-@pytest.mark.parametrize("name", ["take", "few", "atomics", "sum"])
+@pytest.mark.parametrize("name", ["take", "few", "pairs", "atomics", "select", "sum"])
 def test_other_architectures(target: str, name: str) -> None:
     found = kernels_of(target, CALLS[name](torch.bfloat16), gather)
     assert list(found) == KERNELS[name]

@@ -182,7 +182,7 @@ LINEAR = {
 def linear() -> Iterator[Case]:
     """The products are torch's on the CPU here; small integers make them exact, so the reference's bits are due."""
     rng = np.random.default_rng(62)
-    for dtype, shape, full in few(2, ("float32", "bfloat16", "float64"), list(LINEAR), (False, True)):
+    for dtype, shape, full in few(3, ("float32", "bfloat16", "float64"), list(LINEAR), (False, True)):
         rows, features, classes, size = shape
         of, wide = NUMPY[dtype], np.float64 if dtype == "float64" else np.float32
         hidden, weight = (rng.integers(-2, 3, (n, features)).astype(of) for n in (rows, classes))

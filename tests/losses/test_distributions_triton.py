@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("triton", reason="needs triton")
 
 import triton_targets  # noqa: E402
+from thinned import thinned  # noqa: E402
 from triton_targets import TARGETS, resources  # noqa: E402
 
 from isograd.losses import triton_distributions_launch as launch  # noqa: E402
@@ -88,8 +89,7 @@ def call(operation: str, problem: str) -> Any:
     return lambda: launch.simplex(descriptor, dict.fromkeys(names, x))
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(("operation", "problem"), thinned(3, OPERATIONS, PROBLEMS))
 def test_hopper(operation: str, problem: str) -> None:
     check_compiled(operation, problem, "sm_90")
 

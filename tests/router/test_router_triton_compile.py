@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("triton", reason="needs triton")
 
 import triton_targets  # noqa: E402
+from thinned import exhaustive  # noqa: E402
 from triton_targets import TARGETS, resources  # noqa: E402
 
 from isograd.reduction import cuda as reduction  # noqa: E402
@@ -77,14 +78,14 @@ def test_routers_compile(target: str, dtype: str) -> None:
         assert resources(kernel)["stack"] <= (512 if dtype == "float64" else 64)
 
 
-@pytest.mark.parametrize("n", [8, 64, 1024])
+@pytest.mark.parametrize("n", [8, exhaustive(64), 1024])
 def test_other_numbers_of_experts_compile(n: int) -> None:
     for call in (forward("float32", n, 4, renormalize=True), backward("float32", n, 4)):
         (kernel,) = kernels_of("sm_90", call).values()
         assert resources(kernel)["stack"] <= 64
 
 
-@pytest.mark.parametrize(("target", "dtype"), [*((t, "bfloat16") for t in TARGETS), ("sm_90", "float64")])
+@pytest.mark.parametrize(("target", "dtype"), [*((t, "bfloat16") for t in TARGETS), exhaustive("sm_90", "float64")])
 def test_the_others_compile(target: str, dtype: str) -> None:
     for name, call in others(dtype).items():
         kernels = kernels_of(target, call)

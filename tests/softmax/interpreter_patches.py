@@ -1,9 +1,10 @@
 """What the scripts that run under Triton's interpreter share.
 
 Exact versions of what it gets wrong: 3.6 does not fuse `tl.fma`, 3.9 truncates to bfloat16 and makes integers of some
-masks. The choice of cases, and the report of suites.
+masks. Quicker versions of what it takes most of its time for. The choice of cases, and the report of suites.
 """
 
+import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -48,6 +49,7 @@ def report(suites: Mapping[str, Callable[[], Iterable[tuple[str, bool]]]]) -> No
     patch_cast()
     patch_masks()
     patch_dot()
+    patch_speed()
     for name in sys.argv[1:]:
         if name == "--exhaustive":
             continue
@@ -124,3 +126,46 @@ def patch_dot() -> None:
         return original(self, widened(a), widened(b), *rest)
 
     InterpreterBuilder.create_dot = patched
+
+
+def patch_speed() -> None:
+    """Half of the interpreter's time goes where nothing is computed; what it computes stays the same."""
+    types = interpreter._get_np_dtype
+    known: dict[str, Any] = {}
+
+    def type_of(t: Any) -> Any:
+        """NumPy's type of a Triton type, of which the original makes a table in every call."""
+        name = t.scalar.name
+        if name not in known:
+            known[name] = types(t)
+        return known[name]
+
+    builtins: dict[Any, list[str]] = {}
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        """The original looks through all members of the language in every call of a function by another."""
+        if package not in builtins:
+            builtins[package] = [name for name, x in inspect.getmembers(package) if tl.core.is_builtin(x)]
+        names = builtins[package]
+        if names and tl.core.is_builtin(getattr(package, names[0])):  # or the calling function has patched all of them
+            for name in names:
+                interpreter._patch_attr(package, name, getattr(package, name), builder, scope)
+
+    def generic_reduce(self: Any, given: Any) -> list[Any]:
+        """In the order of the original, which goes from element to element: the slices of the axis one by one."""
+        parts, axis = self.unravel(given, self.axis)
+        slices = [np.moveaxis(x.handle.data, axis, 0) for x in parts]
+        total = [s[0] for s in slices]
+        for i in range(1, len(slices[0])):
+            pairs = zip((*total, *(s[i] for s in slices)), parts * 2, strict=True)
+            found = self.combine_fn.fn(*(self.to_tensor(a, x.dtype) for a, x in pairs))
+            found = found if isinstance(found, tuple) else (found,)
+            total = [f.handle.data.reshape(s.shape[1:]).astype(s.dtype) for f, s in zip(found, slices, strict=True)]
+        if self.keep_dims:
+            everywhere = tuple(range(given[0].handle.data.ndim))
+            total = [np.expand_dims(t, everywhere if self.axis is None else axis) for t in total]
+        return [self.to_tensor(t, x.dtype) for t, x in zip(total, parts, strict=True)]
+
+    interpreter._get_np_dtype = type_of
+    interpreter._patch_builtin = patch_builtin
+    interpreter.ReduceOps.generic_reduce = generic_reduce

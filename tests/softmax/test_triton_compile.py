@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("triton", reason="needs triton")
 
+from thinned import thinned  # noqa: E402
 from triton_compile import compile_for  # noqa: E402
 from triton_targets import resources  # noqa: E402
 
@@ -28,8 +29,7 @@ def problem(name: str, operation: str) -> tuple[list[Any], int]:
     return [like] * (3 if operation.endswith("backward") else 2), axis
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(("name", "operation"), thinned(2, PROBLEMS, OPERATIONS))
 def test_hopper(name: str, operation: str) -> None:
     needs = resources(compile_for("sm_90", operation, *problem(name, operation)))
     assert needs["stack"] == 0

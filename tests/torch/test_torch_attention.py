@@ -4,6 +4,7 @@ import attention_samples as samples
 import numpy as np
 import pytest
 from opinfo_samples import numpy, same_bits
+from thinned import exhaustive
 
 pytest.importorskip("torch.library", reason="needs torch")
 import torch
@@ -109,7 +110,7 @@ def test_first_and_second_derivatives(name):
     assert torch.autograd.gradgradcheck(function, leaves, check_fwd_over_rev=True, check_rev_over_rev=True, **fast)
 
 
-@pytest.mark.parametrize("name", ["everything", "everything_packed"])
+@pytest.mark.parametrize("name", ["everything", exhaustive("everything_packed")])
 def test_every_element_of_the_first_derivatives(name):
     function, leaves = of_leaves(name)
     assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True)
@@ -212,10 +213,7 @@ def operators(name, dtype):
     return {ops_attention.ATTENTION: call, ops_attention.ATTENTION_BACKWARD: (*gradients, *call)}
 
 
-LONG = pytest.param("everything", marks=pytest.mark.exhaustive)
-
-
-@pytest.mark.parametrize("name", ["plain", "everything_packed", LONG])
+@pytest.mark.parametrize("name", ["plain", "everything_packed", exhaustive("everything")])
 def test_opcheck(name):
     for op, arguments in operators(name, torch.float32).items():
         torch.library.opcheck(op, arguments)
@@ -320,7 +318,7 @@ def test_cpu_autocast_gives_the_types_of_torch():
         assert bias.grad is None if dtype is torch.float64 else bias.grad.dtype is torch.float32
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [exhaustive(False), True])
 def test_compile_without_graph_breaks(dynamic):
     torch._dynamo.reset()
     bias = torch.randn(2, 1, 1)
