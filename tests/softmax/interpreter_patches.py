@@ -42,6 +42,15 @@ def around(count: int, *parts: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
             yield tuple(part[n // (i + 1) % len(part)] for i, part in enumerate(parts))
 
 
+def through(*parts: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """As many combinations as the longest part has elements, each element in one or more; exhaustive runs take all."""
+    if EXHAUSTIVE:
+        yield from itertools.product(*parts)
+    else:
+        for n in range(max(map(len, parts))):
+            yield tuple(part[n % len(part)] for part in parts)
+
+
 def report(suites: Mapping[str, Callable[[], Iterable[tuple[str, bool]]]]) -> None:
     """Run the suites that the command names: a line with name, cases and wrong cases each, the wrong ones on stderr."""
     patch_index()
