@@ -133,14 +133,15 @@ def _numbers(d: AttentionDescriptor) -> tuple[int, int, int]:
 
 @kept
 def _forward(
-    d: AttentionDescriptor, blocks: tuple[Block, ...], dtype: torch.dtype, tile: ForwardTiles, processors: int
+    d: AttentionDescriptor, blocks: tuple[Block, ...], dtype: torch.dtype, tile: ForwardTiles, most: int
 ) -> BlockLauncher:
     per_head = -(-d.q_length // (64 * tile.consumers))
     options, scale = d.options, float(d.options.scale or 0.0)
     fixed = (tile.consumers, tile.keys, d.head_dim, tile.stages, options.causal)
     total = per_head * d.heads * d.batch
     tail = (*_numbers(d), d.heads, d.groups, per_head, total, scale * steps.LOG2E, *fixed)
-    specification = Specification(tail, min(total, processors), 4, None, tile.registers)
+    # A program for each processor, or for each tile where there are fewer.
+    specification = Specification(tail, min(total, most), 4, None, tile.registers)
     return BlockLauncher(gluon_forward.attention_forward_hopper, specification, blocks)
 
 
