@@ -123,6 +123,7 @@ def test_special_values(dtype: str, n: int) -> None:
             share = rng.random((24, 1)) * 2 / n
             x = np.where(rng.random(p.logits.shape) < share, rng.choice(pool, p.logits.shape), p.logits)
         x[0], x[1, 1:] = -np.inf, -np.inf
+        x[2:10] = -np.abs(x[2:10]) * rng.integers(0, 2, (8, n))  # their maximum is a zero, of either sign
         check(p._replace(logits=x.astype(p.logits.dtype)))
 
 

@@ -107,6 +107,16 @@ def test_half_rows_on_both_sides_of_the_long_class(dtype):
         assert raw(by_plan(two)[2]) == raw(np.repeat(expected[2].T, 2, axis=1))
 
 
+@each_dtype
+def test_zeros_of_both_signs(dtype):
+    # The state holds the maximum, and a largest zero of either sign is +0 (rule 3).
+    zeros = np.where(np.eye(6), 0.0, -0.0).astype(NUMPY[dtype])
+    for axis in (0, 1):
+        p = problem(np.random.default_rng(5), zeros.shape, NUMPY[dtype], axis)._replace(logits=zeros)
+        assert same(by_plan(p), by_definition(p)) == []
+        assert not np.signbit(by_plan(p)[1][0]).any()
+
+
 def test_single_rows_of_floats_beyond_a_word():
     # Beyond 2^17 float32 terms the sum of a lane no longer fits the word that the vectorised way uses.
     rng = np.random.default_rng(3)

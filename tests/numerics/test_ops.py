@@ -300,6 +300,17 @@ def test_keys_keep_the_order_and_put_nan_first(dtype):
     np.testing.assert_array_equal(magnitude, bits(np.abs(x)))
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_reference_takes_the_positive_zero_whatever_its_place(dtype):
+    # np.max returns either zero.
+    for n in range(1, 41):
+        rows = np.full((n + 1, n), -0.0, dtype)
+        rows[np.arange(n), np.arange(n)] = 0.0  # one a row; the last has none
+        assert np.signbit(ref.row_maximum(rows)).tolist() == [False] * n + [True]
+        rows[rows.view(integer_of(dtype)) < 0] = -1
+        assert np.signbit(ref.row_maximum(rows)).tolist() == [False] * n + [True]
+
+
 # --- fma in the reference against exact fractions -------------------------------------------------------------------
 def nearest(q, form):
     """A fraction rounded once to the format, ties to even, as an exact float of it."""

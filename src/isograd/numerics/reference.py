@@ -407,8 +407,11 @@ def special_sum(terms: Floats) -> Any:
 
 
 def row_maximum(x: Floats) -> Floats:
-    """The maximum over the last axis; NaN wins (rule 3)."""
-    return np.asarray(np.max(x, axis=-1))
+    """The maximum over the last axis; NaN wins, and +0 over -0 (rule 3)."""
+    m = np.max(x, axis=-1)
+    # NumPy returns either zero, depending on the places of both.
+    positive = np.any((x == 0) & ~np.signbit(x), axis=-1)
+    return np.asarray(np.where((m == 0) & positive, x.dtype.type(0), m))
 
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
