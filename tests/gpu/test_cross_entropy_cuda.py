@@ -123,7 +123,8 @@ def test_special_values(dtype: str, n: int) -> None:
             share = rng.random((24, 1)) * 2 / n
             x = np.where(rng.random(p.logits.shape) < share, rng.choice(pool, p.logits.shape), p.logits)
         x[0], x[1, 1:] = -np.inf, -np.inf
-        x[2:10] = -np.abs(x[2:10]) * rng.integers(0, 2, (8, n))  # their maximum is a zero, of either sign
+        # Rows whose largest elements are zeros of both signs.
+        x[2:10] = np.where(rng.random((8, n)) < 0.5, -np.abs(x[2:10]), rng.choice([0.0, -0.0], (8, n)))
         check(p._replace(logits=x.astype(p.logits.dtype)))
 
 
