@@ -15,16 +15,25 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, "1")
 
+from thinned import has_other_dtype
+
 import isograd
 
+FAMILIES = {"attention", "gather", "losses", "router", "softmax", "torch"}  # whose kernels take long to compile
 
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """The long files first, so that workers end together; then files of one family apart.
+    """Mark the other dtypes of families, and order the files.
+
+    The long files first, so that workers end together; then files of one family apart.
 
     Two workers that met the same kernels at the same time would both compile them.
     """
     files = {}
     for item in items:
+        if item.path.parent.name in FAMILIES and has_other_dtype(item):
+            item.add_marker(pytest.mark.thorough)
         files.setdefault(item.path, []).append(item)
     folders = {}
     for path in files:

@@ -1,4 +1,4 @@
-"""Choices of cases: what every run of the tests has, and what is left to an exhaustive one."""
+"""Choices of cases: what every run of the tests has, what `.ci/run` adds, and what is left to an exhaustive run."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -6,10 +6,26 @@ from typing import Any
 
 import pytest
 
+# Every run tests one dtype of 16 bits and one of 32; the others have the same code, compiled once more.
+OTHER_DTYPES = {"float16", "float64"}
+
 
 def exhaustive(*values: Any) -> Any:
     """A case that exhaustive runs alone have."""
     return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
+def thorough(*values: Any) -> Any:
+    """A case that thorough runs have, `.ci/run` among them."""
+    return pytest.param(*values, marks=pytest.mark.thorough)
+
+
+def has_other_dtype(item: pytest.Item) -> bool:
+    """Whether a parameter of a test is one of the other dtypes, in NumPy's, torch's or no spelling."""
+    callspec = getattr(item, "callspec", None)
+    values = callspec.params.values() if callspec else ()
+    names = (getattr(v, "__name__", str(v).removeprefix("torch.")) for v in values)
+    return not OTHER_DTYPES.isdisjoint(names)
 
 
 def thinned(every: int, *parts: Iterable[Any]) -> list[Any]:

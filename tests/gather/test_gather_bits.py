@@ -151,7 +151,6 @@ def problems(draw):
         "indices_shape": tuple(chosen),
         "rows": tuple(rows),
         "axis": axis,
-        "dtype": draw(st.sampled_from(DTYPES)),
         "kind": draw(st.sampled_from(INDEX_DTYPES)),
         "flavour": draw(st.sampled_from(["normal", "normal", "spread", "special", "zeros"])),
         "layouts": [draw(layouts(rank)), draw(layouts(len(chosen))), draw(layouts(len(rows))), draw(layouts(rank))],
@@ -177,14 +176,15 @@ def random_indices(rng, problem):
     return np.asarray(np.where(rng.random(indices.shape) < 0.3, size // 2, indices)).astype(problem["kind"])
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(problems())
-def test_any_layout(problem):
+@each_dtype
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(problem=problems())
+def test_any_layout(dtype, problem):
     rng = np.random.default_rng(problem["seed"])
     operation, shape = problem["operation"], problem["shape"]
-    x = laid_out(values_of(rng, problem["flavour"], shape, problem["dtype"]), problem["layouts"][0], set())
+    x = laid_out(values_of(rng, problem["flavour"], shape, dtype), problem["layouts"][0], set())
     indices = laid_out(random_indices(rng, problem), problem["layouts"][1], problem["expanded"][1])
-    values = values_of(rng, problem["flavour"], problem["rows"], problem["dtype"])
+    values = values_of(rng, problem["flavour"], problem["rows"], dtype)
     values = laid_out(values, problem["layouts"][2], problem["expanded"][2])
     given = {"shape": shape, "indices": indices, "axis": problem["axis"], "x": x}
     if operation in SUMS:

@@ -9,8 +9,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("triton", reason="needs triton")
 
-from thinned import thinned  # noqa: E402
-from triton_targets import kernels_of, resources  # noqa: E402
+from thinned import thinned, thorough  # noqa: E402
+from triton_targets import OTHERS, kernels_of, resources  # noqa: E402
 
 from isograd.gather import triton_launch as gather  # noqa: E402
 from isograd.reduction import cuda as reduction  # noqa: E402
@@ -70,7 +70,7 @@ def test_hopper(name: str, dtype: torch.dtype) -> None:
         assert needs["registers"] <= (64 if kernel in ("group_copy", "select") else 255), kernel
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
+@pytest.mark.parametrize("target", OTHERS)
 @pytest.mark.parametrize("name", ["take", "few", "pairs", "atomics", "select", "sum"])
 def test_other_architectures(target: str, name: str) -> None:
     found = kernels_of(target, CALLS[name](torch.bfloat16), gather)
@@ -81,7 +81,9 @@ def test_other_architectures(target: str, name: str) -> None:
         assert needs["registers"] <= 255, kernel
 
 
-@pytest.mark.parametrize(("target", "dtype"), [("sm_90", "float32"), ("sm_80", "float64"), ("gfx942", "bfloat16")])
+@pytest.mark.parametrize(
+    ("target", "dtype"), [("sm_90", "float32"), *map(thorough, ["sm_80", "gfx942"], ["float64", "bfloat16"])]
+)
 @pytest.mark.parametrize(("shape", "axis"), [((65536, 256), 0), ((65536, 256), 1)])
 def test_sums(target: str, dtype: str, shape: tuple[int, ...], axis: int) -> None:
     x = torch.empty(shape, dtype=getattr(torch, dtype))

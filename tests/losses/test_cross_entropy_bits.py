@@ -37,7 +37,6 @@ def problems(draw):
     return {
         "shape": tuple(shape),
         "axis": axis,
-        "dtype": draw(st.sampled_from(list(NUMPY))),
         "kind": draw(st.sampled_from(KINDS)),
         "weighted": draw(st.booleans()),
         "z_loss": draw(st.sampled_from([0.0, 1e-3])),
@@ -57,12 +56,13 @@ def laid_out(x, order, steps):
     return view
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(problems())
-def test_any_layout_and_option(drawn):
+@each_dtype
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(drawn=problems())
+def test_any_layout_and_option(dtype, drawn):
     rng = np.random.default_rng(drawn["seed"])
     names = ("kind", "weighted", "z_loss", "index")
-    p = problem(rng, drawn["shape"], NUMPY[drawn["dtype"]], drawn["axis"], **{n: drawn[n] for n in names})
+    p = problem(rng, drawn["shape"], NUMPY[dtype], drawn["axis"], **{n: drawn[n] for n in names})
     x, targets = p.logits, p.targets
     if drawn["special"]:
         with np.errstate(all="ignore"):

@@ -94,6 +94,7 @@ def test_hopper(operation: str, problem: str) -> None:
     check_compiled(operation, problem, "sm_90")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_amd(operation: str) -> None:
     check_compiled(operation, "rows", "gfx942")
@@ -111,6 +112,7 @@ def check_compiled(operation: str, problem: str, target: str) -> None:
         assert need["shared"] <= 64 * 1024, name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("target", sorted(TARGETS.keys() - {"sm_90", "gfx942"}))
 def test_compiles_elsewhere(operation: str, target: str) -> None:

@@ -97,7 +97,6 @@ def problems(draw, operands):
     return {
         "shape": tuple(shape),
         "axis": draw(st.integers(-rank, rank - 1)),
-        "dtype": draw(st.sampled_from(DTYPES)),
         "layouts": [draw(layouts(rank)) for _ in range(operands)],
         "expanded": [draw(st.sets(st.integers(0, rank - 1), max_size=2)) for _ in range(operands - 1)],
         "flavour": draw(st.sampled_from(["normal", "normal", "offset", "spread", "special", "masked"])),
@@ -114,9 +113,9 @@ def laid_out(x, layout, expanded):
     return np.broadcast_to(stored.view, x.shape) if expanded else stored.view
 
 
-def check_problem(problem, operation):
+def check_problem(dtype, problem, operation):
     rng = np.random.default_rng(problem["seed"])
-    shape, dtype, axis = problem["shape"], problem["dtype"], problem["axis"]
+    shape, axis = problem["shape"], problem["axis"]
     arrays = [values(rng, problem["flavour"], shape, dtype) for _ in problem["expanded"]]
     if operation in BACKWARD and problem["seed"] % 2:
         arrays[1] = reference(operation.removesuffix("_backward"), (arrays[1],), axis)
@@ -140,19 +139,21 @@ def check_problem(problem, operation):
         assert out.gaps_untouched()
 
 
-relaxed = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+relaxed = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
+@each_dtype
 @relaxed
-@given(problems(2), st.sampled_from(FORWARD))
-def test_forward_on_any_layout(problem, operation):
-    check_problem(problem, operation)
+@given(problem=problems(2), operation=st.sampled_from(FORWARD))
+def test_forward_on_any_layout(dtype, problem, operation):
+    check_problem(dtype, problem, operation)
 
 
+@each_dtype
 @relaxed
-@given(problems(3), st.sampled_from(BACKWARD))
-def test_backward_on_any_layout(problem, operation):
-    check_problem(problem, operation)
+@given(problem=problems(3), operation=st.sampled_from(BACKWARD))
+def test_backward_on_any_layout(dtype, problem, operation):
+    check_problem(dtype, problem, operation)
 
 
 def test_a_reference_without_the_correction_is_noticed(monkeypatch):

@@ -15,13 +15,12 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from isograd.numerics.numba_compile import subroutine
+from isograd.numerics.numba_compile import INLINED, subroutine
 
 VECTOR_BYTES = 64  # a vector of the code; processors with shorter ones take several for it
 PADDING = 8  # rows that a product may touch beyond the last one: all tiles and their operands have room for them
 TERMS = 64  # of a chain
 STORE, ADD, SCALE_ADD = range(3)  # c = product; c + product; c * factor of the row + product
-_FORCE = {"forceinline": True}
 
 
 def _registers() -> tuple[int, int]:
@@ -38,7 +37,7 @@ def lanes(like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(lanes, jit_options=_FORCE)
+@overload(lanes, jit_options=INLINED)
 def _lanes(like):
     count = VECTOR_BYTES * 8 // like.bitwidth
     return lambda like: np.int64(count)

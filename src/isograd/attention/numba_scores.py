@@ -8,7 +8,7 @@ from numba.extending import overload
 
 from isograd.attention.numba_product import lanes
 from isograd.attention.options import DROPOUT_WORD
-from isograd.numerics.numba_compile import device_function, subroutine
+from isograd.numerics.numba_compile import INLINED, device_function, subroutine
 from isograd.numerics.numba_memory import load, pointer, store, work_infinity
 from isograd.numerics.numba_ops import as_float, as_int, exp, exp_parts_32, exp_parts_64, fma, from_key, max_key
 from isograd.numerics.numba_random import philox
@@ -17,7 +17,6 @@ from isograd.numerics.numba_storage import widen
 BLOCK_Q = 64  # rows of a tile of queries
 BLOCK_K = 128  # rows of a tile of keys; the bits of a result depend on both
 UNBOUNDED = 1 << 40  # a window's side that is open
-_FORCE = {"forceinline": True}
 _MASK = np.uint64(0xFFFFFFFF)
 _THREE, _FOUR = np.uint64(3), np.uint64(4)
 _LAST_WORD = np.uint64(DROPOUT_WORD)
@@ -73,7 +72,7 @@ def tanh_pair(x: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(tanh_pair, jit_options=_FORCE)
+@overload(tanh_pair, jit_options=INLINED)
 def _tanh_pair(x):
     # tanh |x| = m / (m + 2) with m = exp(2|x|) - 1, which keeps its relative accuracy for small x.
     if x == types.float32:

@@ -8,7 +8,7 @@ from numba.extending import overload
 
 from isograd.elementwise.reference import SILU_CLAMP
 from isograd.numerics import numba_ops as ops
-from isograd.numerics.numba_compile import device_function, kernel
+from isograd.numerics.numba_compile import INLINED, device_function, kernel
 from isograd.numerics.numba_memory import (
     BLOCK,
     load,
@@ -21,15 +21,13 @@ from isograd.numerics.numba_memory import (
     work_zero,
 )
 
-_FORCE = {"forceinline": True}
-
 
 def sigmoid_value(x: Any) -> Any:
     """The logistic function."""
     raise NotImplementedError
 
 
-@overload(sigmoid_value, jit_options=_FORCE)
+@overload(sigmoid_value, jit_options=INLINED)
 def _sigmoid_value(x):
     of = np.float32 if x == types.float32 else np.float64
     zero, one = of(0), of(1)
@@ -52,7 +50,7 @@ def silu_value(x: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(silu_value, jit_options=_FORCE)
+@overload(silu_value, jit_options=INLINED)
 def _silu_value(x):
     of = np.float32 if x == types.float32 else np.float64
     zero, one, low = of(0), of(1), of(-SILU_CLAMP)
@@ -70,7 +68,7 @@ def silu_slope(x: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(silu_slope, jit_options=_FORCE)
+@overload(silu_slope, jit_options=INLINED)
 def _silu_slope(x):
     of = np.float32 if x == types.float32 else np.float64
     zero, one, low, high = of(0), of(1), of(-SILU_CLAMP), of(SILU_CLAMP)

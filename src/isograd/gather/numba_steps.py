@@ -11,13 +11,12 @@ from numba import types
 from numba.extending import overload
 
 from isograd.numerics import constants as c
-from isograd.numerics.numba_compile import device_function
+from isograd.numerics.numba_compile import INLINED, device_function
 from isograd.numerics.numba_memory import load, pointer, store
 from isograd.numerics.numba_ops import as_int, fma, is_finite, pow2_64
 from isograd.numerics.numba_sum import is_finite_key, special_value, sum_scale
 from isograd.numerics.numba_wide import add_limbs, scale_pow2, split_term, wide_to_float
 
-_FORCE = {"forceinline": True}
 FOLD = 1 << 17  # terms that an int64 holds
 _LIMB = c.LIMB_SHIFT_64
 _LIMB_MASK = (1 << _LIMB) - 1
@@ -82,7 +81,7 @@ def term(p: Any, key: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(term, jit_options=_FORCE)
+@overload(term, jit_options=INLINED)
 def _term(p, key):
     if p == types.float32:
 
@@ -110,7 +109,7 @@ def term_scales(key: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(term_scales, jit_options=_FORCE)
+@overload(term_scales, jit_options=INLINED)
 def _term_scales(key):
     if key == types.int32:
         return lambda key: (quantum_scale(key), np.float64(0))
@@ -122,7 +121,7 @@ def biased_term(p: Any, scale: Any, step: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(biased_term, jit_options=_FORCE)
+@overload(biased_term, jit_options=INLINED)
 def _biased_term(p, scale, step):
     if p == types.float32:
         return lambda p, scale, step: (np.int64(0), as_int(fma(np.float64(p), scale, _MAGIC_64)))
@@ -134,7 +133,7 @@ def term_biases(like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(term_biases, jit_options=_FORCE)
+@overload(term_biases, jit_options=INLINED)
 def _term_biases(like):
     high = 0 if like == types.float32 else _MAGIC_BITS_64
     return lambda like: (np.int64(high), np.int64(_MAGIC_BITS_64))
@@ -145,7 +144,7 @@ def spread_fits(largest: Any, least: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(spread_fits, jit_options=_FORCE)
+@overload(spread_fits, jit_options=INLINED)
 def _spread_fits(largest, least):
     if largest == types.int32:
         return lambda largest, least: max(largest >> 23, 1) - max(least >> 23, 1) <= c.QUANTUM_BITS - 23
@@ -171,7 +170,7 @@ def clear_sums(mid: Any, low: Any, n: Any, like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(clear_sums, jit_options=_FORCE)
+@overload(clear_sums, jit_options=INLINED)
 def _clear_sums(mid, low, n, like):
     if like == types.float32:
         return lambda mid, low, n, like: _clear(low, low, n)
@@ -186,7 +185,7 @@ def add_term(p: Any, key: Any, top: Any, mid: Any, low: Any, d: Any, n: Any, rea
     raise NotImplementedError
 
 
-@overload(add_term, jit_options=_FORCE)
+@overload(add_term, jit_options=INLINED)
 def _add_term(p, key, top, mid, low, d, n, ready):
     if p == types.float32:
 
@@ -226,7 +225,7 @@ def stored_total(top: Any, mid: Any, low: Any, d: Any, key: Any, ready: Any, lik
     raise NotImplementedError
 
 
-@overload(stored_total, jit_options=_FORCE)
+@overload(stored_total, jit_options=INLINED)
 def _stored_total(top, mid, low, d, key, ready, like):
     if like == types.float32:
 
@@ -254,7 +253,7 @@ def total(top: Any, mid: Any, low: Any, key: Any, like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(total, jit_options=_FORCE)
+@overload(total, jit_options=INLINED)
 def _total(top, mid, low, key, like):
     if like == types.float32:
 
@@ -285,7 +284,7 @@ def short_total(mid: Any, low: Any, key: Any, like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(short_total, jit_options=_FORCE)
+@overload(short_total, jit_options=INLINED)
 def _short_total(mid, low, key, like):
     if like == types.float32:
         # Without a branch, so that loops are vectorised.

@@ -8,7 +8,7 @@ from numba.extending import overload
 
 from isograd.losses.gumbel_reference import LAST_WORD
 from isograd.losses.numba_work_rows import block_exponentials, block_maximum, fill
-from isograd.numerics.numba_compile import device_function, kernel
+from isograd.numerics.numba_compile import INLINED, device_function, kernel
 from isograd.numerics.numba_memory import (
     BLOCK,
     empty_work,
@@ -41,7 +41,6 @@ from isograd.numerics.numba_sum import (
 from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
 from isograd.softmax.numba_steps import largest_quotient, lowest_key, quotient, reciprocal, row_shift, term_scale
 
-_FORCE = {"forceinline": True}
 _MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _LAST, _ALL = np.uint64(LAST_WORD), np.uint64(0xFFFFFFFFFFFFFFFF)
 _UNIT_32, _HALF_32 = np.float32(2.0**-23), np.float32(2.0**-24)
@@ -60,7 +59,7 @@ def numbers_shift(like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(numbers_shift, jit_options=_FORCE)
+@overload(numbers_shift, jit_options=INLINED)
 def _numbers_shift(like):
     shift = np.uint64(1 if like == types.float64 else 2)
     return lambda like: shift
@@ -71,7 +70,7 @@ def variate(bits: Any, like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(variate, jit_options=_FORCE)
+@overload(variate, jit_options=INLINED)
 def _variate(bits, like):
     if like == types.float64:
         return lambda bits, like: np.float64(np.int64(bits >> np.uint64(12))) * _UNIT_64 + _HALF_64
@@ -83,7 +82,7 @@ def random_bits(index: Any, seed: Any, like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(random_bits, jit_options=_FORCE)
+@overload(random_bits, jit_options=INLINED)
 def _random_bits(index, seed, like):
     if like == types.float64:
 
@@ -107,7 +106,7 @@ def store_variates(out: Any, place: Any, words: Any, like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(store_variates, jit_options=_FORCE)
+@overload(store_variates, jit_options=INLINED)
 def _store_variates(out, place, words, like):
     if like == types.float64:
 

@@ -14,7 +14,7 @@ from numba.extending import overload
 from isograd.losses.numba_steps import one_wide
 from isograd.losses.numba_work_rows import block_maximum, fill, stored_sum
 from isograd.numerics import constants as c
-from isograd.numerics.numba_compile import device_function, kernel
+from isograd.numerics.numba_compile import INLINED, device_function, kernel
 from isograd.numerics.numba_memory import (
     BLOCK,
     empty_work,
@@ -34,7 +34,6 @@ from isograd.numerics.numba_sum import block_magnitude
 from isograd.numerics.numba_wide import add_limbs, limb_shift, split_term, term_bias, to_float, wide_to_pair
 from isograd.softmax.numba_steps import lowest_key, quantum_bits
 
-_FORCE = {"forceinline": True}
 _SCALE_32 = np.float32(2.0 ** (c.QUANTUM_BITS - c.LIMB_SHIFT_32))
 _SCALE_64 = np.float64(2.0**c.QUANTUM_BITS)
 _DIGIT, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -45,7 +44,7 @@ def unit_scale(like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(unit_scale, jit_options=_FORCE)
+@overload(unit_scale, jit_options=INLINED)
 def _unit_scale(like):
     return (lambda like: _SCALE_64) if like == types.float64 else (lambda like: _SCALE_32)
 

@@ -8,8 +8,8 @@ from numba.extending import overload
 
 from isograd.losses.divergence_reference import REST_BITS
 from isograd.numerics import constants as c
+from isograd.numerics.numba_compile import INLINED
 
-_FORCE = {"forceinline": True}
 _BITS_64 = c.QUANTUM_BITS + c.LIMB_SHIFT_64
 
 
@@ -18,7 +18,7 @@ def one_wide(like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(one_wide, jit_options=_FORCE)
+@overload(one_wide, jit_options=INLINED)
 def _one_wide(like):
     if like == types.float64:
         return lambda like: (np.int64(1 << (_BITS_64 - 64)), np.uint64(0))
@@ -30,7 +30,7 @@ def rest_is_large(hi: Any, lo: Any, like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(rest_is_large, jit_options=_FORCE)
+@overload(rest_is_large, jit_options=INLINED)
 def _rest_is_large(hi, lo, like):
     if like == types.float64:
         return lambda hi, lo, like: hi >= np.int64(1 << (_BITS_64 - 64 - REST_BITS))

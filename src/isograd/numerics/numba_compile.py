@@ -10,6 +10,10 @@ from typing import Any
 import numba
 from numba.core.caching import FunctionCache
 
+# What only compiled code calls needs no way in from Python or C, which take a tenth of the time of compiling.
+_INTERNAL: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+# Of overloads: always inlined, as device functions are.
+INLINED: dict[str, Any] = {"forceinline": True} | _INTERNAL
 # Neither fast-math nor an implicit fma: every rounding is the one the contract writes down.
 _OPTIONS: dict[str, Any] = {"fastmath": False, "error_model": "numpy", "boundscheck": False, "nogil": True}
 
@@ -36,12 +40,12 @@ class _KernelCache(FunctionCache):
 
 def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function that kernels call; it is always inlined."""
-    return numba.njit(forceinline=True, **_OPTIONS)(function)
+    return numba.njit(**_OPTIONS, **INLINED)(function)
 
 
 def subroutine(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function that kernels call and that is too large to stand in them several times."""
-    return numba.njit(**_OPTIONS)(function)
+    return numba.njit(**_OPTIONS, **_INTERNAL)(function)
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,7 +54,7 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     The cache stands beside the source or, where that folder cannot be written, in the user's cache folder
     (`NUMBA_CACHE_DIR` overrides both). Without any writable folder the kernel is compiled in every process.
     """
-    dispatcher = numba.njit(**_OPTIONS)(function)
+    dispatcher = numba.njit(no_cfunc_wrapper=True, **_OPTIONS)(function)
     with contextlib.suppress(RuntimeError):  # Numba found no folder to write to
         dispatcher._cache = _KernelCache(function)
     return dispatcher

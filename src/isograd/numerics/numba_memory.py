@@ -11,12 +11,11 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from isograd.numerics.numba_compile import device_function
+from isograd.numerics.numba_compile import INLINED, device_function
 from isograd.numerics.numba_storage import narrow, widen
 
 BLOCK = 4096  # elements that are worked on at a time: 16 KiB, so that a block stays in the first-level cache
 LANES = 512  # neighbouring rows that advance together when the reduced axis is not the contiguous one
-_FORCE = {"forceinline": True}
 _WORK = {
     types.int16: types.float32,
     types.uint16: types.float32,
@@ -91,7 +90,7 @@ def work_zero(like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(work_zero, jit_options=_FORCE)
+@overload(work_zero, jit_options=INLINED)
 def _work_zero(like):
     return (lambda like: np.float32(0)) if _WORK[like] == types.float32 else (lambda like: np.float64(0))
 
@@ -101,7 +100,7 @@ def work_one(like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(work_one, jit_options=_FORCE)
+@overload(work_one, jit_options=INLINED)
 def _work_one(like):
     return (lambda like: np.float32(1)) if _WORK[like] == types.float32 else (lambda like: np.float64(1))
 
@@ -111,7 +110,7 @@ def work_infinity(like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(work_infinity, jit_options=_FORCE)
+@overload(work_infinity, jit_options=INLINED)
 def _work_infinity(like):
     return (lambda like: np.float32(np.inf)) if _WORK[like] == types.float32 else (lambda like: np.float64(np.inf))
 
@@ -121,7 +120,7 @@ def work_nan(like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(work_nan, jit_options=_FORCE)
+@overload(work_nan, jit_options=INLINED)
 def _work_nan(like):
     return (lambda like: np.float32(np.nan)) if _WORK[like] == types.float32 else (lambda like: np.float64(np.nan))
 
@@ -131,7 +130,7 @@ def empty_work(count: Any, like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(empty_work, jit_options=_FORCE)
+@overload(empty_work, jit_options=INLINED)
 def _empty_work(count, like):
     dtype = np.float32 if _WORK[like] == types.float32 else np.float64
     return lambda count, like: np.empty(count, dtype)
@@ -148,7 +147,7 @@ def empty_stored(count: Any, like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(empty_stored, jit_options=_FORCE)
+@overload(empty_stored, jit_options=INLINED)
 def _empty_stored(count, like):
     names = {types.int16: np.int16, types.uint16: np.uint16, types.float32: np.float32, types.float64: np.float64}
     dtype = names[like]
@@ -178,7 +177,7 @@ def _line_elements(like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(_line_elements, jit_options=_FORCE)
+@overload(_line_elements, jit_options=INLINED)
 def _line_elements_overload(like):
     elements = 64 // (2 if like in (types.int16, types.uint16) else like.bitwidth // 8)
     return lambda like: np.int64(elements)

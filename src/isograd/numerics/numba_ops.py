@@ -7,7 +7,7 @@ from numba import types
 from numba.extending import intrinsic, overload
 
 from isograd.numerics import constants as c
-from isograd.numerics.numba_compile import device_function
+from isograd.numerics.numba_compile import INLINED, device_function
 
 _F32 = np.float32
 _F64 = np.float64
@@ -19,7 +19,6 @@ _ONE_32, _ONE_64 = _F32(1), _F64(1)
 _MAGIC_32, _MAGIC_64 = _F32(c.MAGIC_32), _F64(c.MAGIC_64)
 _MAGIC_BITS_32 = int(_MAGIC_32.view(np.int32))
 _MAGIC_BITS_64 = int(_MAGIC_64.view(np.int64))
-_FORCE = {"forceinline": True}
 
 
 @intrinsic
@@ -80,7 +79,7 @@ def is_finite(x: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(is_finite, jit_options=_FORCE)
+@overload(is_finite, jit_options=INLINED)
 def _is_finite(x):
     # Compared in the type of x: a conversion to binary64 would halve the speed of a loop.
     infinity = _INF_32 if x == types.float32 else _INF_64
@@ -93,7 +92,7 @@ def max_key(x: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(max_key, jit_options=_FORCE)
+@overload(max_key, jit_options=INLINED)
 def _max_key(x):
     if x == types.float32:
 
@@ -117,7 +116,7 @@ def from_key(k: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(from_key, jit_options=_FORCE)
+@overload(from_key, jit_options=INLINED)
 def _from_key(k):
     if k == types.int32:
 
@@ -139,7 +138,7 @@ def magnitude_key(x: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(magnitude_key, jit_options=_FORCE)
+@overload(magnitude_key, jit_options=INLINED)
 def _magnitude_key(x):
     if x == types.float32:
         return lambda x: np.int32(as_int(x) & 0x7FFFFFFF)
@@ -198,7 +197,7 @@ def exp(x: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(exp, jit_options=_FORCE)
+@overload(exp, jit_options=INLINED)
 def _exp(x):
     if x == types.float32:
 
@@ -235,7 +234,7 @@ def exp_shift(m: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(exp_shift, jit_options=_FORCE)
+@overload(exp_shift, jit_options=INLINED)
 def _exp_shift(m):
     if m == types.float32:
 
@@ -261,7 +260,7 @@ def exp_shifted(x: Any, base: Any, floor: Any, bias: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(exp_shifted, jit_options=_FORCE)
+@overload(exp_shifted, jit_options=INLINED)
 def _exp_shifted(x, base, floor, bias):
     if x == types.float32:
 
@@ -379,7 +378,7 @@ def log(x: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(log, jit_options=_FORCE)
+@overload(log, jit_options=INLINED)
 def _log(x):
     if x == types.float32:
 
@@ -409,7 +408,7 @@ def log1p_pair(x: Any, low: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(log1p_pair, jit_options=_FORCE)
+@overload(log1p_pair, jit_options=INLINED)
 def _log1p_pair(x, low):
     # Selections and no branches, so that a loop over rows is vectorised.
     if x == types.float32:
@@ -436,7 +435,7 @@ def log1p(x: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(log1p, jit_options=_FORCE)
+@overload(log1p, jit_options=INLINED)
 def _log1p(x):
     if x == types.float32:
 

@@ -9,9 +9,9 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
+from isograd.numerics.numba_compile import INLINED
 from isograd.numerics.numba_ops import as_float, as_int, pow2_32
 
-_FORCE = {"forceinline": True}
 _NAN_32 = np.float32(np.nan)
 _NAN_64 = np.float64(np.nan)
 
@@ -20,7 +20,7 @@ def widen(v: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(widen, jit_options=_FORCE)
+@overload(widen, jit_options=INLINED)
 def _widen(v):
     if v == types.uint16:
         return lambda v: as_float(np.int32(np.int32(v) << 16))
@@ -43,7 +43,7 @@ def narrow(x: Any, like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(narrow, jit_options=_FORCE)
+@overload(narrow, jit_options=INLINED)
 def _narrow(x, like):
     if like == types.uint16:
 

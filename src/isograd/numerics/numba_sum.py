@@ -7,13 +7,12 @@ from numba import types
 from numba.extending import overload
 
 from isograd.numerics import constants as c
-from isograd.numerics.numba_compile import device_function
+from isograd.numerics.numba_compile import INLINED, device_function
 from isograd.numerics.numba_memory import load
 from isograd.numerics.numba_ops import is_finite, magnitude_key, pow2_32, pow2_64
 from isograd.numerics.numba_wide import split_term, term_bias
 
 PARTIAL = 256  # terms whose int32 parts (within 2**22) are summed in int32; narrow sums are what vectorises well
-_FORCE = {"forceinline": True}
 _NAN_32, _NAN_64 = np.float32(np.nan), np.float64(np.nan)
 _INF_32, _INF_64 = np.float32(np.inf), np.float64(np.inf)
 
@@ -23,7 +22,7 @@ def is_finite_key(key: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(is_finite_key, jit_options=_FORCE)
+@overload(is_finite_key, jit_options=INLINED)
 def _is_finite_key(key):
     if key == types.int32:
         return lambda key: key < np.int32(0x7F800000)
@@ -38,7 +37,7 @@ def sum_scale(key: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(sum_scale, jit_options=_FORCE)
+@overload(sum_scale, jit_options=INLINED)
 def _sum_scale(key):
     if key == types.int32:
 
@@ -73,7 +72,7 @@ def part_terms(p: Any, start: Any, stop: Any, a: Any, b: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(part_terms, jit_options=_FORCE)
+@overload(part_terms, jit_options=INLINED)
 def _part_terms(p, start, stop, a, b):
     integer = np.int32 if a == types.float32 else np.int64
 
@@ -116,7 +115,7 @@ def special_value(state: Any, like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(special_value, jit_options=_FORCE)
+@overload(special_value, jit_options=INLINED)
 def _special_value(state, like):
     if like == types.float32:
         return lambda state, like: _NAN_32 if state == 3 else (_INF_32 if state == 1 else -_INF_32)
@@ -128,7 +127,7 @@ def signed_rest(total: Any, excess: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(signed_rest, jit_options=_FORCE)
+@overload(signed_rest, jit_options=INLINED)
 def _signed_rest(total, excess):
     if total == types.int32:
         return lambda total, excess: np.int64(np.int32(total - excess))

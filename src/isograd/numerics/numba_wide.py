@@ -7,10 +7,9 @@ from numba import types
 from numba.extending import overload
 
 from isograd.numerics import constants as c
-from isograd.numerics.numba_compile import device_function
+from isograd.numerics.numba_compile import INLINED, device_function
 from isograd.numerics.numba_ops import as_int, fma, pow2_32, pow2_64
 
-_FORCE = {"forceinline": True}
 _F32 = np.float32
 _F64 = np.float64
 _MAGIC_32 = np.float32(c.MAGIC_32)
@@ -24,7 +23,7 @@ def term_bias(like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(term_bias, jit_options=_FORCE)
+@overload(term_bias, jit_options=INLINED)
 def _term_bias(like):
     bits = _MAGIC_BITS_32 if like == types.float32 else _MAGIC_BITS_64
     return lambda like: np.int64(bits)
@@ -35,7 +34,7 @@ def limb_shift(like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(limb_shift, jit_options=_FORCE)
+@overload(limb_shift, jit_options=INLINED)
 def _limb_shift(like):
     shift = c.LIMB_SHIFT_64 if like == types.float64 else c.LIMB_SHIFT_32
     return lambda like: np.int64(shift)
@@ -50,7 +49,7 @@ def split_term(p: Any, scale: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(split_term, jit_options=_FORCE)
+@overload(split_term, jit_options=INLINED)
 def _split_term(p, scale):
     if p == types.float32:
 
@@ -74,7 +73,7 @@ def split_pair(p: Any, error: Any, scale: Any, error_scale: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(split_pair, jit_options=_FORCE)
+@overload(split_pair, jit_options=INLINED)
 def _split_pair(p, error, scale, error_scale):
     if p == types.float32:
 
@@ -133,7 +132,7 @@ def to_float(n: Any, like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(to_float, jit_options=_FORCE)
+@overload(to_float, jit_options=INLINED)
 def _to_float(n, like):
     return (lambda n, like: np.float32(n)) if like == types.float32 else (lambda n, like: np.float64(n))
 
@@ -143,7 +142,7 @@ def scale_pow2(x: Any, k: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(scale_pow2, jit_options=_FORCE)
+@overload(scale_pow2, jit_options=INLINED)
 def _scale_pow2(x, k):
     if x == types.float32:
         return lambda x, k: x * pow2_32(np.int32(k >> 1)) * pow2_32(np.int32(k - (k >> 1)))

@@ -8,7 +8,7 @@ from numba.extending import overload
 
 from isograd.elementwise.numba_kernels import sigmoid_value
 from isograd.numerics import constants as c
-from isograd.numerics.numba_compile import device_function
+from isograd.numerics.numba_compile import INLINED, device_function
 from isograd.numerics.numba_memory import load, store, work_nan
 from isograd.numerics.numba_ops import from_key, is_finite, magnitude_key, max_key, pow2_32
 from isograd.numerics.numba_sum import (
@@ -31,8 +31,6 @@ from isograd.softmax.numba_steps import (
     row_shift,
     term_scale,
 )
-
-_FORCE = {"forceinline": True}
 
 
 @device_function
@@ -105,7 +103,7 @@ def term_factors(key: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(term_factors, jit_options=_FORCE)
+@overload(term_factors, jit_options=INLINED)
 def _term_factors(key):
     if key == types.int32:
 
@@ -124,7 +122,7 @@ def finish_few(high: Any, low: Any, terms: Any, exponent: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(finish_few, jit_options=_FORCE)
+@overload(finish_few, jit_options=INLINED)
 def _finish_few(high, low, terms, exponent):
     if high == types.int32:
 

@@ -10,14 +10,13 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from isograd.numerics.numba_compile import device_function
+from isograd.numerics.numba_compile import INLINED, device_function
 from isograd.numerics.numba_memory import load, store
 from isograd.numerics.numba_ops import max_key
 
 INSERTED = 48  # up to so many elements are kept sorted by insertion
 _LEADING = 11  # bits that tell which elements may be among many largest
 COUNTS = 1 << _LEADING
-_FORCE = {"forceinline": True}
 
 
 def selection_key(x: Any) -> Any:
@@ -25,7 +24,7 @@ def selection_key(x: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(selection_key, jit_options=_FORCE)
+@overload(selection_key, jit_options=INLINED)
 def _selection_key(x):
     zero = np.float32(0) if x == types.float32 else np.float64(0)
     return lambda x: max_key(x + zero)
@@ -36,7 +35,7 @@ def empty_keys(count: Any, like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(empty_keys, jit_options=_FORCE)
+@overload(empty_keys, jit_options=INLINED)
 def _empty_keys(count, like):
     dtype = np.int32 if like == types.float32 else np.int64
     return lambda count, like: np.empty(count, dtype)
@@ -66,7 +65,7 @@ def _unsigned(key: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(_unsigned, jit_options=_FORCE)
+@overload(_unsigned, jit_options=INLINED)
 def _unsigned_overload(key):
     if key == types.int32:
         return lambda key: np.uint64(np.int64(0x7FFFFFFF) - np.int64(key))
@@ -77,7 +76,7 @@ def _key_bits(key: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(_key_bits, jit_options=_FORCE)
+@overload(_key_bits, jit_options=INLINED)
 def _key_bits_overload(key):
     bits = 32 if key == types.int32 else 64
     return lambda key: np.uint64(bits)

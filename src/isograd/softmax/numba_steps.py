@@ -11,7 +11,7 @@ from numba import types
 from numba.extending import overload
 
 from isograd.numerics import constants as c
-from isograd.numerics.numba_compile import device_function
+from isograd.numerics.numba_compile import INLINED, device_function
 from isograd.numerics.numba_memory import load, store, work_one, work_zero
 from isograd.numerics.numba_ops import (
     exp,
@@ -38,7 +38,6 @@ from isograd.numerics.numba_wide import (
     word_to_pair,
 )
 
-_FORCE = {"forceinline": True}
 _ONE_32, _ONE_64 = np.float32(1), np.float64(1)
 _SHIFT_32 = c.QUANTUM_BITS - c.EXP_SCALE_32
 _SHIFT_64 = c.QUANTUM_BITS + c.LIMB_SHIFT_64 - c.EXP_SCALE_64
@@ -53,7 +52,7 @@ def is_short(like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(is_short, jit_options=_FORCE)
+@overload(is_short, jit_options=INLINED)
 def _is_short(like):
     short = like in _SHORT
     return lambda like: short
@@ -64,7 +63,7 @@ def row_shift(m: Any, like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(row_shift, jit_options=_FORCE)
+@overload(row_shift, jit_options=INLINED)
 def _row_shift(m, like):
     if like in _SHORT:
         return lambda m, like: (m, np.float32(0), np.int32(0))
@@ -76,7 +75,7 @@ def exponential(x: Any, base: Any, floor: Any, bias: Any, like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(exponential, jit_options=_FORCE)
+@overload(exponential, jit_options=INLINED)
 def _exponential(x, base, floor, bias, like):
     if like in _SHORT:
         return lambda x, base, floor, bias, like: (exp_short(x - base), np.float32(0))
@@ -88,7 +87,7 @@ def probability(y: Any, like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(probability, jit_options=_FORCE)
+@overload(probability, jit_options=INLINED)
 def _probability(y, like):
     if like in _SHORT:
         return lambda y, like: exp_short_any(y)
@@ -100,7 +99,7 @@ def term_scale(n: Any, like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(term_scale, jit_options=_FORCE)
+@overload(term_scale, jit_options=INLINED)
 def _term_scale(n, like):
     if like in _SHORT:
         coarse = np.float32(2.0**-c.LIMB_SHIFT_32)
@@ -114,7 +113,7 @@ def exponential_term(e: Any, error: Any, scale: Any, like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(exponential_term, jit_options=_FORCE)
+@overload(exponential_term, jit_options=INLINED)
 def _exponential_term(e, error, scale, like):
     if like in _SHORT:
         return lambda e, error, scale, like: split_term(e, scale)
@@ -128,7 +127,7 @@ def low_term_bias(like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(low_term_bias, jit_options=_FORCE)
+@overload(low_term_bias, jit_options=INLINED)
 def _low_term_bias(like):
     parts = 1 if like in _SHORT else 2
     return lambda like: parts * term_bias(work_zero(like))
@@ -138,7 +137,7 @@ def quantum_bits(n: Any, like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(quantum_bits, jit_options=_FORCE)
+@overload(quantum_bits, jit_options=INLINED)
 def _quantum_bits(n, like):
     if like in _SHORT:
         return lambda n, like: np.int64(c.SHORT_QUANTUM_BITS if n <= c.SHORT_ROW else c.QUANTUM_BITS)
@@ -157,7 +156,7 @@ def reciprocal_pair(s, rest, one):
     return r, fma(-r, rest, fma(-r, s, one)) * r
 
 
-@overload(reciprocal, jit_options=_FORCE)
+@overload(reciprocal, jit_options=INLINED)
 def _reciprocal(hi, lo, n, like):
     if like in _SHORT:
 
@@ -187,7 +186,7 @@ def mark(e: Any, x: Any, m: Any, like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(mark, jit_options=_FORCE)
+@overload(mark, jit_options=INLINED)
 def _mark(e, x, m, like):
     if like in _SHORT:
         return lambda e, x, m, like: e
@@ -199,7 +198,7 @@ def largest_quotient(r: Any, r_low: Any, m: Any, base: Any, floor: Any, bias: An
     raise NotImplementedError
 
 
-@overload(largest_quotient, jit_options=_FORCE)
+@overload(largest_quotient, jit_options=INLINED)
 def _largest_quotient(r, r_low, m, base, floor, bias, like):
     if like in _SHORT:
         return lambda r, r_low, m, base, floor, bias, like: r
@@ -216,7 +215,7 @@ def quotient(e: Any, r: Any, r_low: Any, largest: Any, like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(quotient, jit_options=_FORCE)
+@overload(quotient, jit_options=INLINED)
 def _quotient(e, r, r_low, largest, like):
     if like in _SHORT:
         return lambda e, r, r_low, largest, like: e * r
@@ -230,7 +229,7 @@ def log_probability(x: Any, m: Any, top: Any, middle: Any, low: Any, like: Any) 
     raise NotImplementedError
 
 
-@overload(log_probability, jit_options=_FORCE)
+@overload(log_probability, jit_options=INLINED)
 def _log_probability(x, m, top, middle, low, like):
     if like in _SHORT:
         return lambda x, m, top, middle, low, like: (x - m) - top
@@ -248,7 +247,7 @@ def _down(like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(_down, jit_options=_FORCE)
+@overload(_down, jit_options=INLINED)
 def _down_overload(like):
     down = _DOWN_32 if like == types.float32 else _DOWN_64
     if like in _SHORT:
@@ -295,7 +294,7 @@ def fits_word(n: Any, like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(fits_word, jit_options=_FORCE)
+@overload(fits_word, jit_options=INLINED)
 def _fits_word(n, like):
     if like == types.float64:
         return lambda n, like: False
@@ -327,7 +326,7 @@ def lowest_key(like: Any) -> Any:
     raise NotImplementedError
 
 
-@overload(lowest_key, jit_options=_FORCE)
+@overload(lowest_key, jit_options=INLINED)
 def _lowest_key(like):
     if like == types.float64:
         return lambda like: np.int64(-0x8000000000000000)
@@ -342,7 +341,7 @@ def exponential_part(block: Any, start: Any, stop: Any, base: Any, floor: Any, b
     raise NotImplementedError
 
 
-@overload(exponential_part, jit_options=_FORCE)
+@overload(exponential_part, jit_options=INLINED)
 def _exponential_part(block, start, stop, m, base, floor, bias, scale, like):
     integer = np.int64 if like == types.float64 else np.int32
 
