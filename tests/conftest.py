@@ -19,12 +19,13 @@ from thinned import has_other_dtype
 
 import isograd
 
-FAMILIES = {"attention", "gather", "losses", "router", "softmax", "torch"}  # whose kernels take long to compile
+# Folders that test every dtype in every run: the arithmetic itself, and what compiled kernels do on a GPU.
+EVERY_DTYPE = {"elementwise", "gpu", "numerics", "reduction"}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark the other dtypes of families, and order the files.
+    """Mark the other dtypes, and order the files.
 
     The long files first, so that workers end together; then files of one family apart.
 
@@ -32,7 +33,7 @@ def pytest_collection_modifyitems(items):
     """
     files = {}
     for item in items:
-        if item.path.parent.name in FAMILIES and has_other_dtype(item):
+        if item.path.parent.name not in EVERY_DTYPE and has_other_dtype(item):
             item.add_marker(pytest.mark.thorough)
         files.setdefault(item.path, []).append(item)
     folders = {}

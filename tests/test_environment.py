@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import ctypes.util
+import functools
 import hashlib
 import os
 import platform
@@ -12,12 +13,14 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
+from thinned import thorough
 
 import isograd as ig
 from isograd import fenv, parallel
 
 X86 = platform.machine().lower() in ("x86_64", "amd64")
-DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+USUAL, OTHERS = (ml_dtypes.bfloat16, np.float32), (np.float16, np.float64)
+each_width = pytest.mark.parametrize("dtypes", [USUAL, thorough(OTHERS)], ids=["usual", "others"])
 
 if X86:  # MXCSR: all exceptions masked, rounding in bits 13 and 14, flush-to-zero 15, denormals-are-zero 6
     MODES = {"up": 0x5F80, "down": 0x3F80, "toward zero": 0x7F80, "flush": 0x9FC0}
@@ -44,11 +47,12 @@ def environment(mode):
         fenv.leave(previous)
 
 
-def calls():
+@functools.cache
+def calls(*dtypes):
     """Functions that compute something everywhere near the limits, in the caller's thread and in several."""
     rng = np.random.default_rng(60)
     made = []
-    for dtype in DTYPES:
+    for dtype in dtypes:
         for shape, axis in (((20, 300), 1), ((300, 20), 0), ((400, 300), 1), ((300, 1500), 0)):
             x = (rng.standard_normal(shape) * 25 - 20).astype(dtype)
             x[:2] = x[:2] * np.array(1e-3, dtype)
@@ -61,12 +65,9 @@ def calls():
     return made
 
 
-CALLS = calls()
-
-
-def digest(selected=CALLS):
+def digest(*dtypes):
     total = hashlib.sha256()
-    for function, arguments in selected:
+    for function, arguments in calls(*(dtypes or USUAL)):
         total.update(function(*arguments).tobytes())
     return total.hexdigest()
 
@@ -75,11 +76,11 @@ def work(dtype):
     return np.float64 if dtype is np.float64 else np.float32
 
 
-def options():
+def options(dtypes):
     """Calls whose options are numbers that the work type rounds."""
     rng = np.random.default_rng(61)
     made = []
-    for dtype in DTYPES:
+    for dtype in dtypes:
         x, other = (rng.standard_normal((20, 30)).astype(dtype) for _ in range(2))
         weight, bias = rng.standard_normal((5, 30)).astype(dtype), rng.standard_normal(5).astype(dtype)
         targets, few = rng.integers(0, 30, 20), rng.integers(0, 5, 20)
@@ -97,19 +98,19 @@ def options():
     return made
 
 
-OPTIONS = options()
-
-
 @pytest.fixture
 def two_threads(restore_threads):
     ig.set_num_threads(2)  # drops the pool: its threads start again, under the environment of the next call
 
 
+@each_width
 @pytest.mark.parametrize("mode", MODES)
-def test_options_are_rounded_under_the_default_environment(mode):
+def test_options_are_rounded_under_the_default_environment(mode, dtypes):
+    made = options(dtypes)
+
     def results():
         found = []
-        for function, arguments, keywords in OPTIONS:
+        for function, arguments, keywords in made:
             result = function(*arguments, **keywords)
             found += [np.asarray(a).tobytes() for a in (result if isinstance(result, tuple) else (result,))]
         return found
@@ -120,9 +121,10 @@ def test_options_are_rounded_under_the_default_environment(mode):
 
 
 @pytest.mark.usefixtures("two_threads")
+@each_width
 @pytest.mark.parametrize("mode", MODES)
-def test_results_and_environment_survive_each_other(mode):
-    expected = digest()
+def test_results_and_environment_survive_each_other(mode, dtypes):
+    expected = digest(*dtypes)
     ig.set_num_threads(2)
     with environment(mode):
         inside = settings()
@@ -130,7 +132,7 @@ def test_results_and_environment_survive_each_other(mode):
         small = np.float32(2.0**-126)
         if mode == "flush":
             assert small * np.float32(0.5) == 0  # the mode really is in force
-        result = digest()
+        result = digest(*dtypes)
         assert settings() == inside
         with pytest.raises(ig.InvalidProblemError):
             ig.softmax(np.zeros((2, 2)), 5)
@@ -140,15 +142,14 @@ def test_results_and_environment_survive_each_other(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_without_the_guard_the_environment_would_leak_in(mode, monkeypatch):
-    binary32 = CALLS[32:48]
-    expected = digest(binary32)
+    expected = digest(np.float32)
     enter, leave = fenv.enter, fenv.leave
     monkeypatch.setattr(parallel.fenv, "enter", lambda: 0)
     monkeypatch.setattr(parallel.fenv, "leave", lambda previous: None)
     previous = enter()
     leave(MODES[mode])
     try:
-        unguarded = digest(binary32)
+        unguarded = digest(np.float32)
     finally:
         leave(previous)
     assert unguarded != expected
@@ -218,7 +219,7 @@ def test_sixteen_threads_at_once():
     barrier, wrong = threading.Barrier(16), []
 
     def work(number):
-        order = CALLS[number:] + CALLS[:number]
+        order = calls(*USUAL)[number:] + calls(*USUAL)[:number]
         barrier.wait()
         for _ in range(2):
             for function, arguments in order:

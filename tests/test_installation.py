@@ -96,6 +96,7 @@ except ig.InvalidProblemError as error:
 
 
 # --- other machines' instructions -----------------------------------------------------------------------------------
+@pytest.mark.thorough
 def test_a_cpu_without_wide_vectors_returns_the_same_bits(run_python):
     code = DIGEST + "print(digest())\nfrom numba.core.registry import cpu_target\n"
     code += "print(cpu_target.target_context.codegen()._tm_features)"
@@ -108,6 +109,7 @@ def test_a_cpu_without_wide_vectors_returns_the_same_bits(run_python):
 
 
 # --- compiled code on disk ------------------------------------------------------------------------------------------
+@pytest.mark.thorough
 def test_compiled_code_is_kept_beside_the_sources_until_one_of_them_changes(run_python, right, package_copy):
     environment = {"PYTHONPATH": str(package_copy), "NUMBA_CACHE_DIR": None}
     assert run_python(ONE, **environment) == right
@@ -130,6 +132,7 @@ def block_cache_folders(package):
             (folder / "__pycache__").write_text("")
 
 
+@pytest.mark.thorough
 def test_a_read_only_package_keeps_compiled_code_in_the_users_folder(run_python, right, package_copy, tmp_path):
     block_cache_folders(package_copy / "isograd")
     home = tmp_path / "home"
@@ -140,6 +143,7 @@ def test_a_read_only_package_keeps_compiled_code_in_the_users_folder(run_python,
     assert any(KERNEL in name for name in compiled_files(home))
 
 
+@pytest.mark.thorough
 def test_without_any_writable_folder_kernels_still_work(run_python, right, package_copy, tmp_path):
     block_cache_folders(package_copy / "isograd")
     (tmp_path / "file").write_text("")
@@ -174,6 +178,7 @@ def test_the_cache_key_holds_every_source_that_kernels_are_made_of(package_copy)
 
 
 # --- the first call of a process under a foreign environment --------------------------------------------------------
+@pytest.mark.thorough
 @pytest.mark.skipif(
     platform.machine().lower() not in ("x86_64", "amd64", "aarch64", "arm64"), reason="values of fenv.h"
 )

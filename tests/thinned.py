@@ -1,7 +1,7 @@
 """Choices of cases: what every run of the tests has, what `.ci/run` adds, and what is left to an exhaustive run."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -21,11 +21,17 @@ def thorough(*values: Any) -> Any:
 
 
 def has_other_dtype(item: pytest.Item) -> bool:
-    """Whether a parameter of a test is one of the other dtypes, in NumPy's, torch's or no spelling."""
+    """Whether a parameter of a test is, or holds, one of the other dtypes, in NumPy's, torch's or no spelling."""
+
+    def names(value: Any) -> Iterator[str]:
+        if isinstance(value, tuple):
+            for part in value:
+                yield from names(part)
+        else:
+            yield getattr(value, "__name__", str(value).removeprefix("torch."))
+
     callspec = getattr(item, "callspec", None)
-    values = callspec.params.values() if callspec else ()
-    names = (getattr(v, "__name__", str(v).removeprefix("torch.")) for v in values)
-    return not OTHER_DTYPES.isdisjoint(names)
+    return callspec is not None and not OTHER_DTYPES.isdisjoint(names(tuple(callspec.params.values())))
 
 
 def thinned(every: int, *parts: Iterable[Any]) -> list[Any]:

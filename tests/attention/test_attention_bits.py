@@ -151,6 +151,7 @@ def test_products_do_not_depend_on_registers():
     assert found[0] == found[1]
 
 
+@pytest.mark.thorough
 def test_bits_do_not_depend_on_vector_instructions(run_python, tmp_path):
     code = """
         import hashlib, numpy as np, isograd as ig

@@ -69,6 +69,7 @@ def test_other_settings_have_no_published_digest(cli, tmp_path, changed):
     assert "no published digest" in result.stdout
 
 
+@pytest.mark.thorough
 def test_same_weights_in_processes_with_other_threads(cli, cli_process, tmp_path):
     command = ("demo", "--json", "--epochs", 2, "--output", tmp_path)
     one = cli_process(*command, ISOGRAD_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")

@@ -338,6 +338,7 @@ def hashes(found):
     return {(k["operation"], k["dtype"]): k["sha256"] for k in found["kernels"]}
 
 
+@pytest.mark.thorough
 def test_digests_do_not_depend_on_the_number_of_threads(cli_process):
     limits = [part for name in SOME for part in ("--operation", name)] + ["--dtype", "float32"]
     one = cli_process("verify", "--json", *limits, ISOGRAD_NUM_THREADS="1")

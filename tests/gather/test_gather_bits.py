@@ -552,21 +552,19 @@ def test_scratch_memory_lasts_as_long_as_the_kernel(run_python):
     assert run_python(code, MALLOC_MMAP_THRESHOLD_="65536") == "300000\n300000"
 
 
-def test_arrays_of_the_other_kinds():
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64"])
+def test_arrays_of_the_other_kinds(name):
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(14)
-    for name in ("float16", "bfloat16", "float32", "float64"):
-        dtype = arrays.numpy_dtype(name)
-        given = ordinary("scatter_sum", rng, dtype)
-        x, values = (
-            torch.from_numpy(given[key].astype(np.float64)).to(getattr(torch, name)) for key in ("x", "values")
-        )
-        indices = torch.from_numpy(given["indices"])
-        results = {
-            "take": (ig.take_along_axis(x, indices, 0), ref.take_along_axis(given["x"], given["indices"], 0)),
-            "sum": (ig.scatter_sum(x, indices, values, 0), reference("scatter_sum", **given)),
-            "embedding": (ig.embedding(x, indices[:, 0]), ref.index_select(given["x"], given["indices"][:, 0])),
-        }
-        for key, (tensor, expected) in results.items():
-            assert tensor.dtype == x.dtype, key
-            assert raw(arrays.numpy_view(tensor)) == raw(expected), key
+    dtype = arrays.numpy_dtype(name)
+    given = ordinary("scatter_sum", rng, dtype)
+    x, values = (torch.from_numpy(given[key].astype(np.float64)).to(getattr(torch, name)) for key in ("x", "values"))
+    indices = torch.from_numpy(given["indices"])
+    results = {
+        "take": (ig.take_along_axis(x, indices, 0), ref.take_along_axis(given["x"], given["indices"], 0)),
+        "sum": (ig.scatter_sum(x, indices, values, 0), reference("scatter_sum", **given)),
+        "embedding": (ig.embedding(x, indices[:, 0]), ref.index_select(given["x"], given["indices"][:, 0])),
+    }
+    for key, (tensor, expected) in results.items():
+        assert tensor.dtype == x.dtype, key
+        assert raw(arrays.numpy_view(tensor)) == raw(expected), key

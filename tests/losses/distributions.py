@@ -5,8 +5,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-import isograd as ig
 from isograd.losses import divergence_reference, gumbel_reference, sparsemax_reference
+from isograd.softmax import reference as softmax_reference
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 NAMES = {np.dtype(d): np.dtype(d).name for d in DTYPES}
@@ -48,12 +48,12 @@ def values(rng, flavour, shape, dtype):
 
 def softmax(x, axis=-1):
     with np.errstate(all="ignore"):
-        return ig.softmax(x, axis) if x.size else x
+        return softmax_reference.softmax(x, axis) if x.size else x
 
 
 def log_softmax(x, axis=-1):
     with np.errstate(all="ignore"):
-        return ig.log_softmax(x, axis) if x.size else x
+        return softmax_reference.log_softmax(x, axis) if x.size else x
 
 
 def named(rng, logits, k, index=np.int64, dtype=None):

@@ -79,7 +79,7 @@ def expected(operation: str, *arguments: Any, **options: Any) -> Any:
 def kl(backward: bool) -> Iterator[Case]:
     shapes = ((40,), (3, 50), (2, 3, 4), (), (2100,))
     reductions = ("none", "sum", "mean", "batchmean")
-    for (seed, dtype), shape, (i, reduction) in few(3, list(enumerate(NUMPY)), shapes, list(enumerate(reductions))):
+    for (seed, dtype), shape, (i, reduction) in few(5, list(enumerate(NUMPY)), shapes, list(enumerate(reductions))):
         rng = np.random.default_rng((seed, i))
         log_target = bool((i + seed) % 2)
         x, t = (values(rng, FLAVOURS[(i + seed) % 5], shape, NUMPY[dtype]) for _ in range(2))
@@ -100,7 +100,7 @@ def kl(backward: bool) -> Iterator[Case]:
 
 
 def distillation(top: bool, backward: bool) -> Iterator[Case]:
-    for (seed, dtype), (i, (shape, size)) in few(3, list(enumerate(NUMPY)), list(enumerate(ROWS))):
+    for (seed, dtype), (i, (shape, size)) in few(4, list(enumerate(NUMPY)), list(enumerate(ROWS))):
         rng = np.random.default_rng((seed, i))
         flavour = FLAVOURS[(i + seed) % 5]
         x, t = (values(rng, flavour, shape, NUMPY[dtype]) for _ in range(2))
@@ -172,7 +172,7 @@ AXES: tuple[tuple[tuple[int, ...], int, Tile | None], ...] = (
 
 
 def axes(operation: str) -> Iterator[Case]:
-    for (seed, dtype), (i, (shape, axis, size)) in few(3, list(enumerate(NUMPY)), list(enumerate(AXES))):
+    for (seed, dtype), (i, (shape, axis, size)) in few(4, list(enumerate(NUMPY)), list(enumerate(AXES))):
         rng = np.random.default_rng((seed, i))
         flavour = FLAVOURS[(i + seed) % 5]
         x = values(rng, flavour, shape, NUMPY[dtype])

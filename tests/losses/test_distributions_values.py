@@ -19,6 +19,7 @@ def normal(*shape, dtype=np.float64):
 
 
 # --- against torch ---------------------------------------------------------------------------------------------------
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:reduction")
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("log_target", [False, True])
@@ -44,6 +45,7 @@ def test_kl_div_is_torchs(reduction, log_target):
             torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_distillation_is_the_composition_in_torch(temperature):
     torch = pytest.importorskip("torch")
@@ -56,6 +58,7 @@ def test_distillation_is_the_composition_in_torch(temperature):
     torch.testing.assert_close(ours, dx, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.thorough
 def test_named_classes_are_a_coarser_distribution():
     # Merge the classes that are not named into one, then take the whole divergence of what is left.
     x, t = normal(5, 12), normal(5, 12)
@@ -71,6 +74,7 @@ def test_named_classes_are_a_coarser_distribution():
     np.testing.assert_allclose(ig.distillation_loss(x, kept, 1.0, indices, "none"), whole, rtol=1e-10)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("hard", [False, True])
 def test_gumbel_softmax_is_torchs_given_the_same_noise(hard, monkeypatch):
     torch = pytest.importorskip("torch")
@@ -88,6 +92,7 @@ def test_gumbel_softmax_is_torchs_given_the_same_noise(hard, monkeypatch):
     torch.testing.assert_close(ig.gumbel_softmax_backward(dy, soft, 0.6, 0), dx, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.thorough
 def test_sparsemax_is_the_projection_onto_the_simplex():
     # The nearest point: no step towards any vertex, nor to any other point of the simplex, is nearer.
     for scale in (0.1, 1, 10):
@@ -119,6 +124,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_against_finite_differences(name):
     function, operands = CASES[name]

@@ -177,6 +177,7 @@ def test_devices_without_a_kernel():
     refused(lambda: ig.TopKPlan.select("top_k"), INVALID, "TopKDescriptor")
 
 
+@pytest.mark.thorough
 def test_the_scale_only_has_to_fit_into_the_work_type():
     logits = LOGITS.astype(np.float64)
     assert np.array_equal(ig.moe_router(logits, 2, scale=1e39).weights, ig.moe_router(logits, 2).weights * 1e39)

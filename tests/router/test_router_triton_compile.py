@@ -81,6 +81,7 @@ def test_routers_compile(target: str, dtype: str) -> None:
         assert resources(kernel)["stack"] <= (512 if dtype == "float64" else 64)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("n", [8, exhaustive(64), 1024])
 def test_other_numbers_of_experts_compile(n: int) -> None:
     for call in (forward("float32", n, 4, renormalize=True), backward("float32", n, 4)):

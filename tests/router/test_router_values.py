@@ -208,21 +208,21 @@ def test_z_loss_of_ordinary_and_special_tokens():
     assert np.isnan(ig.router_z_loss(np.array([[np.nan, np.inf]], np.float32)))
 
 
-def test_no_tokens():
-    for dtype in DTYPES:
-        empty = np.zeros((0, 4), arrays.numpy_dtype(dtype))
-        experts = np.zeros((0, 2), np.int64)
-        weights, chosen = ig.moe_router(empty, 2)
-        assert weights.shape == chosen.shape == (0, 2)
-        assert ig.moe_router_backward(weights, empty, chosen).shape == (0, 4)
-        assert np.isnan(ig.load_balancing_loss(empty, experts))
-        assert np.isnan(ig.router_z_loss(empty))
-        order, offsets = ig.expert_permutation(experts, 3)
-        assert order.shape == (0,)
-        assert offsets.tolist() == [0] * 4
-        assert ig.moe_permute(empty, order, 2).shape == (0, 4)
-        assert ig.moe_combine(empty, weights, order).shape == (0, 4)
-        assert ig.top_k(empty, 3)[0].shape == (0, 3)
+@each_dtype
+def test_no_tokens(dtype):
+    empty = np.zeros((0, 4), arrays.numpy_dtype(dtype))
+    experts = np.zeros((0, 2), np.int64)
+    weights, chosen = ig.moe_router(empty, 2)
+    assert weights.shape == chosen.shape == (0, 2)
+    assert ig.moe_router_backward(weights, empty, chosen).shape == (0, 4)
+    assert np.isnan(ig.load_balancing_loss(empty, experts))
+    assert np.isnan(ig.router_z_loss(empty))
+    order, offsets = ig.expert_permutation(experts, 3)
+    assert order.shape == (0,)
+    assert offsets.tolist() == [0] * 4
+    assert ig.moe_permute(empty, order, 2).shape == (0, 4)
+    assert ig.moe_combine(empty, weights, order).shape == (0, 4)
+    assert ig.top_k(empty, 3)[0].shape == (0, 3)
 
 
 # --- kinds of arrays --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from ml_dtypes import bfloat16
 
 import isograd as ig
 from isograd import parallel
@@ -63,7 +64,7 @@ def test_walks_of_huge_arrays():
 
 
 class Sparse:
-    """Float16 arrays in files that take no room on the disk; the files go with the fixture."""
+    """bfloat16 arrays in files that take no room on the disk; the files go with the fixture."""
 
     def __init__(self, folder):
         self.folder, self.count = folder, 0
@@ -71,7 +72,7 @@ class Sparse:
     def __call__(self, shape):
         self.count += 1
         try:
-            mapped = np.memmap(self.folder / f"{self.count}", np.float16, "w+", shape=shape)
+            mapped = np.memmap(self.folder / f"{self.count}", bfloat16, "w+", shape=shape)
         except OSError as error:
             pytest.skip(f"no sparse file of {2 * np.prod(shape, dtype=object)} bytes here: {error}")
         return mapped.view(np.ndarray)
@@ -84,9 +85,9 @@ def sparse(tmp_path):
 
 def ordinary(operation, shape, seed=81):
     """Arguments of usual size, by name."""
-    x = np.random.default_rng(seed).standard_normal(shape).astype(np.float16)
+    x = np.random.default_rng(seed).standard_normal(shape).astype(bfloat16)
     names = ("dy", "y") if operation.endswith("_backward") else ("x",)
-    return {name: x * np.float16(i + 1) for i, name in enumerate(names)}
+    return {name: x * bfloat16(i + 1) for i, name in enumerate(names)}
 
 
 def expected_of(operation, inputs, axis):

@@ -17,7 +17,7 @@ SUITES = (*OPERATIONS, "unfused", "truncated")
 def test_interpreter_returns_the_bits_of_the_reference(interpret, operation: str, exhaustive: bool) -> None:
     found, which = interpret(SCRIPT, *SUITES, exhaustive=exhaustive)
     assert operation in found, which
-    assert found[operation] == (36 if exhaustive else 18, 0), which
+    assert found[operation] == (36 if exhaustive else 12, 0), which
 
 
 @pytest.mark.skipif(FUSES_FMA, reason="this interpreter fuses by itself")

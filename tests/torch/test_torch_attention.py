@@ -4,7 +4,7 @@ import attention_samples as samples
 import numpy as np
 import pytest
 from opinfo_samples import numpy, same_bits
-from thinned import exhaustive
+from thinned import exhaustive, thorough
 
 pytest.importorskip("torch.library", reason="needs torch")
 import torch
@@ -71,7 +71,7 @@ def test_the_layout_with_heads_inside_and_results_that_lie_as_the_inputs_do():
 
 @pytest.mark.parametrize(("head_dim", "v_dim"), [(1, 3), (12, 20), (16, 17), (30, 8)])
 def test_head_dimensions_of_any_size(head_dim, v_dim):
-    q, k, v = (t.requires_grad_() for t in samples.tensors(dims=(head_dim, v_dim)))
+    q, k, v = (t.requires_grad_() for t in samples.tensors(torch.float32, dims=(head_dim, v_dim)))
     o = igt.attention(q, k, v)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     torch.testing.assert_close(o, expected)
@@ -102,6 +102,7 @@ def of_leaves(name):
     return function, leaves
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", samples.NAMES)
 def test_first_and_second_derivatives(name):
     function, leaves = of_leaves(name)
@@ -110,12 +111,14 @@ def test_first_and_second_derivatives(name):
     assert torch.autograd.gradgradcheck(function, leaves, check_fwd_over_rev=True, check_rev_over_rev=True, **fast)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["everything", exhaustive("everything_packed")])
 def test_every_element_of_the_first_derivatives(name):
     function, leaves = of_leaves(name)
     assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True)
 
 
+@pytest.mark.thorough
 def test_third_derivatives():
     function, leaves = of_leaves("everything")
 
@@ -127,7 +130,7 @@ def test_third_derivatives():
 
 
 def test_rows_of_no_sequence_do_not_move():
-    (q, k, v, _, sinks), options = samples.problem("everything_packed")
+    (q, k, v, _, sinks), options = samples.problem("everything_packed", torch.float32)
 
     def function(sinks):
         return igt.attention(q, k, v, sinks=sinks, **options, return_lse=True)
@@ -140,7 +143,7 @@ def test_rows_of_no_sequence_do_not_move():
 
 
 def test_one_gradient_alone():
-    inputs, options = samples.problem("everything")
+    inputs, options = samples.problem("everything", torch.float32)
     every = [t.clone().requires_grad_() for t in inputs]
     o, lse = igt.attention(*every[:3], bias=every[3], sinks=every[4], **options, return_lse=True)
     whole = torch.autograd.grad(lse.where(lse > -torch.inf, 0).sum() + o.sum(), every)
@@ -152,6 +155,7 @@ def test_one_gradient_alone():
         torch.testing.assert_close(leaves[i].grad, expected)
 
 
+@pytest.mark.thorough
 def test_second_derivatives_of_half_precision_have_its_type():
     q, k, v = (t.requires_grad_() for t in samples.tensors(torch.bfloat16))
     o = igt.attention(q, k, v, causal=True)
@@ -213,7 +217,7 @@ def operators(name, dtype):
     return {ops_attention.ATTENTION: call, ops_attention.ATTENTION_BACKWARD: (*gradients, *call)}
 
 
-@pytest.mark.parametrize("name", ["plain", "everything_packed", exhaustive("everything")])
+@pytest.mark.parametrize("name", ["plain", thorough("everything_packed"), exhaustive("everything")])
 def test_opcheck(name):
     for op, arguments in operators(name, torch.float32).items():
         torch.library.opcheck(op, arguments)
@@ -285,6 +289,7 @@ def test_vmap_draws_as_it_is_told():
     assert not torch.equal(different[0], different[1])
 
 
+@pytest.mark.thorough
 def test_hessian_of_torch_func():
     q, k, v = samples.tensors(lengths=(1, 2), heads=(1, 1), batch=1)
     q = q[..., :2]

@@ -47,6 +47,7 @@ def test_values_and_gradients_of_torchs_samples(name, dtype):
             samples.check(FUNCTIONS[name], name, sample, variant, 1, exact=name in COPIES)
 
 
+@pytest.mark.thorough
 def test_first_and_second_derivatives_of_torchs_samples(name):
     for sample in samples.sample_inputs(name, torch.float64, 1 if name != "nn.functional.embedding" else 3):
         samples.check_derivatives(FUNCTIONS[name], sample)

@@ -48,6 +48,7 @@ def test_topk_of_torchs_samples(dtype):
             assert torch.equal(ours, theirs)
 
 
+@pytest.mark.thorough
 def test_topk_derivatives():
     for sample in samples.sample_inputs("topk", torch.float64, 3):
         if sample.args[2:3] != (False,):
@@ -82,6 +83,7 @@ def test_bits_of_the_numpy_router(dtype, options):
         assert same_bits(dlogits, ig.moe_router_backward(numpy(dweights), numpy(logits), expected.experts, **backward))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_derivatives_of_the_router(options):
     logits = logits_of(torch.float64, tokens=2).requires_grad_()
@@ -116,8 +118,10 @@ def test_the_router_equals_its_composition():
 def moe(dtype, seed=0):
     """Rows [12, 5] of 6 tokens, their weights, order, and gradients."""
     generator = torch.Generator().manual_seed(seed)
-    weights, experts = igt.moe_router(logits_of(dtype, seed), 2)
-    order, offsets = igt.expert_permutation(experts, 8)
+    logits = logits_of(dtype, seed)
+    weights, experts = logits.to(torch.promote_types(dtype, torch.float32)).softmax(-1).topk(2)
+    order, offsets = experts.flatten().argsort(stable=True), torch.zeros(9, dtype=torch.int64)
+    offsets[1:] = experts.flatten().bincount(minlength=8).cumsum(0)
     x = torch.randn(6, 5, generator=generator).to(dtype)
     rows = torch.randn(12, 5, generator=generator).to(dtype)
     return x, rows, weights, experts, order, offsets
@@ -162,6 +166,7 @@ def test_auxiliary_losses_have_the_bits_of_the_numpy_functions(dtype):
     assert same_bits(logits.grad, ig.router_z_loss_backward(numpy(dloss), numpy(logits)))
 
 
+@pytest.mark.thorough
 def test_derivatives_of_the_moe_operators():
     x, rows, weights, experts, order, _ = moe(torch.float64)
     p = torch.rand(3, 8, dtype=torch.float64, requires_grad=True)
@@ -206,7 +211,7 @@ OPERATORS = list(operators(torch.float32))
 
 @pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.__name__)
 def test_opcheck(op):
-    torch.library.opcheck(op, operators(torch.float64)[op])
+    torch.library.opcheck(op, operators(torch.float32)[op])
     arguments = [a.detach() if isinstance(a, torch.Tensor) else a for a in operators(torch.bfloat16)[op]]
     torch.library.opcheck(op, tuple(arguments))
 

@@ -70,6 +70,7 @@ def test_values_and_gradients_of_torchs_samples(dtype):
                 opinfo.check(igt.scaled_dot_product_attention, NAME, sample, variant, 32)
 
 
+@pytest.mark.thorough
 def test_first_and_second_derivatives_of_torchs_samples():
     samples = [s for s in opinfo.sample_inputs(NAME, torch.float64) if not s.kwargs["dropout_p"]]
     for sample in samples[::4]:
