@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import triton
-from thinned import thorough
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -34,8 +32,6 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-OTHERS = [thorough(target) for target in TARGETS if target != "sm_90"]
-each_target = pytest.mark.parametrize("target", ["sm_90", *OTHERS])
 
 
 def architecture(target: str) -> int:

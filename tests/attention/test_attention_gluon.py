@@ -215,6 +215,7 @@ def unordered(ptx: str) -> int:
     return count
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("head_dim", "dtype", "options"), [(128, "bfloat16", CAUSAL), exhaustive(64, "float16", FULL)])
 def test_compiled_for_hopper(
     head_dim: int, dtype: str, options: AttentionOptions, monkeypatch: pytest.MonkeyPatch

@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("triton", reason="needs triton")
 
 import triton_targets  # noqa: E402
-from thinned import exhaustive, thinned, thorough  # noqa: E402
-from triton_targets import TARGETS, each_target, resources  # noqa: E402
+from thinned import exhaustive, thinned  # noqa: E402
+from triton_targets import TARGETS, resources  # noqa: E402
 
 from isograd.attention import triton_launch as launch  # noqa: E402
 from isograd.attention import triton_problem as problem  # noqa: E402
@@ -63,6 +63,7 @@ def kernels_of(target: str, call: Callable[[], Any]) -> dict[str, Any]:
     return triton_targets.kernels_of(target, call, problem, reduction)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("head_dim", "causal"), thinned(2, [64, 128], [False, True]))
 def test_the_fast_paths_on_hopper(head_dim: int, causal: bool) -> None:
     found = kernels_of("sm_90", calls("bfloat16", head_dim, options=AttentionOptions(causal=causal)))
@@ -79,11 +80,12 @@ def test_the_fast_paths_on_hopper(head_dim: int, causal: bool) -> None:
             assert needs["shared"] <= 113 << 10  # two programs on a multiprocessor
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("target", "dtype", "every_option"),
     [
-        *(thorough(t, "bfloat16", False) for t in TARGETS),
-        thorough("sm_90", "bfloat16", True),
+        *((t, "bfloat16", False) for t in TARGETS),
+        ("sm_90", "bfloat16", True),
         *(exhaustive(t, "bfloat16", True) for t in TARGETS if t != "sm_90"),
         exhaustive("sm_90", "float16", True),
         exhaustive("sm_80", "float32", True),
@@ -128,7 +130,8 @@ def test_head_dimensions_fit_shared_memory(target: str, head_dim: int, dtype: st
         assert resources(kernel)["shared"] <= _SHARED[target], name
 
 
-@each_target
+@pytest.mark.thorough
+@pytest.mark.parametrize("target", TARGETS)
 def test_passes_over_rows_compile(target: str) -> None:
     o = torch.empty(2, 4, 2048, 128, dtype=torch.bfloat16)
     delta = AttentionDeltaDescriptor(2, 4, 2048, 128, "bfloat16").validated()

@@ -89,6 +89,7 @@ def call(operation: str, problem: str) -> Any:
     return lambda: launch.simplex(descriptor, dict.fromkeys(names, x))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("operation", "problem"), thinned(3, OPERATIONS, PROBLEMS))
 def test_hopper(operation: str, problem: str) -> None:
     check_compiled(operation, problem, "sm_90")

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("triton", reason="needs triton")
 
 import triton_targets  # noqa: E402
-from thinned import exhaustive, thorough  # noqa: E402
+from thinned import exhaustive  # noqa: E402
 from triton_targets import TARGETS, resources  # noqa: E402
 
 from isograd.reduction import cuda as reduction  # noqa: E402
@@ -61,6 +61,7 @@ def others(dtype: str) -> dict[str, Callable[[], None]]:
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_router_on_hopper(dtype: str) -> None:
     for call, name in ((forward(dtype), "router_separated"), (backward(dtype), "router_backward")):
@@ -70,9 +71,10 @@ def test_the_router_on_hopper(dtype: str) -> None:
         assert needs["shared"] <= 1024
 
 
-CASES = [("sm_90", "bfloat16"), *(thorough(t, "bfloat16") for t in TARGETS if t != "sm_90"), ("sm_90", "float64")]
+CASES = [*((target, "bfloat16") for target in TARGETS), ("sm_90", "float64")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("target", "dtype"), CASES)
 def test_routers_compile(target: str, dtype: str) -> None:
     deepseek = {"softmax": False, "renormalize": True, "groups": 8, "group_k": 4, "scale": 2.5}
@@ -89,6 +91,7 @@ def test_other_numbers_of_experts_compile(n: int) -> None:
         assert resources(kernel)["stack"] <= 64
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("target", "dtype"), CASES)
 def test_the_others_compile(target: str, dtype: str) -> None:
     for name, call in others(dtype).items():
