@@ -327,6 +327,7 @@ def test_forked_children(run_python):
     assert run_python(PRELUDE + textwrap.dedent(code)).split() == ["0", "0", "True"]
 
 
+@pytest.mark.thorough
 def test_keyboard_interrupt_during_a_long_call(run_python):
     code = """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which the background jobs of a shell ignore
@@ -358,6 +359,7 @@ def test_keyboard_interrupt_during_a_long_call(run_python):
     assert run_python(PRELUDE + textwrap.dedent(code)).split() == ["8", "True", "True", "True"]
 
 
+@pytest.mark.thorough
 def test_keyboard_interrupt_while_a_helper_finishes(run_python):
     code = """
     from isograd import parallel

@@ -133,6 +133,7 @@ def test_hidden_keys_may_hold_anything():
         assert x.tobytes() == y.tobytes()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shift", [-3e4, 3e4])
 def test_large_scores(shift):
     """Scores far from zero, all of them or in one tile only; exponentials neither overflow nor vanish."""

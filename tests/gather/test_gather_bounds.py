@@ -154,6 +154,7 @@ def test_sources_1e_12_of_anothers_keep_their_own_quantum(rest, dtype):
             assert ratio(shape, indices, values, wrong) > 1
 
 
+@pytest.mark.thorough
 def test_float64_against_fractions():
     # An oracle without any float, and one that also exists where longdouble is binary64.
     rng = np.random.default_rng(55)

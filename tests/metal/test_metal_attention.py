@@ -221,6 +221,7 @@ def test_scores_that_are_not_finite(compiled: Library) -> None:
     assert np.allclose(o[0, 0, [0, 2]], exact[0][0, 0, [0, 2]], rtol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("which", needed_barriers("attention"))
 def test_a_removed_barrier_is_found(which: int) -> None:
     a, fields = _problem((1, 1, 1, 40, 50, 64, 64, True), "float32")

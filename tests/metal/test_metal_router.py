@@ -98,6 +98,7 @@ def test_strided_logits_and_groups_that_serve_several_tokens(operation: str, mon
     assert all(_right(operation, seed) for seed in SCHEDULES)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("which", needed_barriers("router"))
 def test_a_removed_barrier_is_found(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("isograd.metal.MOST_GROUPS", 2)

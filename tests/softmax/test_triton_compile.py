@@ -29,6 +29,7 @@ def problem(name: str, operation: str) -> tuple[list[Any], int]:
     return [like] * (3 if operation.endswith("backward") else 2), axis
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "operation"), thinned(2, PROBLEMS, OPERATIONS))
 def test_hopper(name: str, operation: str) -> None:
     needs = resources(compile_for("sm_90", operation, *problem(name, operation)))

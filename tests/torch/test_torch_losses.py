@@ -221,6 +221,7 @@ def test_meta_tensors_have_the_layout_of_real_ones(op):
         assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
 
+@pytest.mark.thorough
 def test_vmap_and_torch_func():
     logits, targets, weight = problem(torch.float64)
 

@@ -280,6 +280,7 @@ def test_compile_without_graph_breaks(dynamic):
             assert torch.equal(a.grad, b.grad)
 
 
+@pytest.mark.thorough
 def test_torch_func_through_a_layer():
     gate, inner = torch.randn(5, 8, dtype=torch.float64), torch.randn(8, 5, dtype=torch.float64)
     x = torch.randn(3, 4, 5, dtype=torch.float64)
