@@ -206,6 +206,15 @@ def test_strips_give_equal_bits(operation: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("n", [100, 256, 512, 700, 1024, 2048, 3000, 4096])
+def test_strips_of_the_rule(operation: str, dtype: str, n: int) -> None:
+    arrays = inputs(operation, dtype, (2, n, 72), 1)
+    tensors = [to_torch(a) for a in arrays]
+    check(operation, arrays, tensors, torch.empty_like(tensors[0]).fill_(7), 1)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_batch_splits_give_equal_bits(operation: str) -> None:
     tensors = [torch.randn(96, 3000, device="cuda") for _ in range(3 if operation.endswith("backward") else 2)]
     function = getattr(triton_kernels, operation)

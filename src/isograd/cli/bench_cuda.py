@@ -29,7 +29,13 @@ from isograd.softmax import reference, triton_kernels
 OPERATIONS = ("softmax", "log_softmax", "softmax_backward", "log_softmax_backward")
 DTYPES = ("bfloat16", "float32")
 COLUMNS = (256, 1024, 4096, 8192, 16384, 32768, 65536, 131072)
-OTHER_AXES = (((8, 4096, 4096), 1), ((64, 128, 64, 64), 1))
+OTHER_AXES = (
+    ((8, 4096, 4096), 1),
+    ((16, 2048, 4096), 1),
+    ((32, 1024, 4096), 1),
+    ((128, 256, 4096), 1),
+    ((64, 128, 64, 64), 1),
+)
 Problem = tuple[str, str, tuple[int, ...], int]  # operation, dtype, shape, axis
 
 
