@@ -140,3 +140,49 @@ def test_public_names_exist_and_are_documented():
         thing = getattr(ig, name)
         assert inspect.getdoc(thing), name
     assert ig.__version__.count(".") == 2
+
+
+# --- the short look at tensors ----------------------------------------------------------------------------------------
+def tensors_of_every_kind():
+    """Arguments of a gradient of [2, 3]: what they are like, dy, y, dx, and whether a short look finds them sound."""
+    torch = pytest.importorskip("torch")
+    a, b, c, memory = torch.randn(2, 3), torch.randn(2, 3), torch.empty(2, 3), torch.randn(13)
+    parts = [memory[start : start + 6].view(2, 3) for start in (0, 3, 6)]
+    yield "apart", (a, b, c), True
+    yield "the result is an input", (a, b, b), True
+    yield "inputs are the same", (a, a, c), True
+    yield "neighbours", (parts[0], a, parts[2]), True
+    yield "inputs overlap", (parts[0], parts[1], c), True
+    yield "the result overlaps an input", (parts[0], a, parts[1]), False
+    yield "the result overlaps the other input", (a, parts[1], parts[2]), False
+    yield "columns first", (a.T.contiguous().T, b, c), False
+    yield "expanded", (a[:1].expand(2, 3), b, c), False
+    yield "an expanded result", (a, b, c[:1].expand(2, 3)), False
+    yield "another dtype", (a.double(), b, c), False
+    yield "another shape", (a, b.view(3, 2), c), False
+    yield "a smaller result", (a, b, c[:1]), False
+    yield "negated", (torch._neg_view(a), b, c), False
+    yield "sparse", (a.to_sparse(), b, c), False
+    yield "no memory", (a, b, c.to("meta")), False
+    yield "parameters", (torch.nn.Parameter(a), b, c), False
+    yield "an array", (a.numpy(), b, c), False
+    yield "a list", (a.tolist(), b, c), False
+
+
+def test_a_short_look_at_tensors_decides_as_the_long_one(monkeypatch):
+    plan = ig.SoftmaxBackwardPlan.select(ig.SoftmaxBackwardDescriptor("softmax", (2, 3), "float32"))
+
+    def outcome(arguments):
+        try:
+            return {key: (arrays.placement(a), a.dtype) for key, a in plan._check(arguments).items()}
+        except ig.IsogradError as error:
+            return type(error), str(error)
+
+    for what, given, sound in tensors_of_every_kind():
+        arguments = dict(zip(("dy", "y", "dx"), given, strict=True))
+        found = outcome(arguments)
+        assert plan._holds_for_tensors(arguments) == sound, what
+        with monkeypatch.context() as patch:
+            patch.setattr(type(plan), "_holds_for_tensors", lambda self, arguments: False)
+            assert outcome(arguments) == found, what
+        assert not sound or isinstance(found, dict), what

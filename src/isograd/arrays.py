@@ -8,7 +8,7 @@ looked up among the modules that are loaded already, never imported: without it 
 import functools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -156,6 +156,52 @@ def _describe_tensor(tensor: Any, operation: str, argument: str, index: bool) ->
 def location(array: Any) -> str:
     """Where an array lies, for messages and comparisons: "cpu", "cuda:0"."""
     return "cpu" if isinstance(array, np.ndarray) else str(getattr(array, "device", "no device"))
+
+
+def tensor_check(operands: Sequence[Any]) -> Callable[[Mapping[str, Any], str], bool]:
+    """A function (arguments, device) that says whether all are contiguous tensors with nothing wrong about them.
+
+    In a quarter of the time that finding out what is wrong takes; False says only that it has to be found out.
+    `operands` are those of a plan, inputs before results.
+    """
+    torch = sys.modules["torch"]
+    plain, strided = torch.Tensor, torch.strided
+    kinds = {o.name: (o.shape, o.dtype) for o in operands}
+    rows = [
+        (
+            o.name, o.shape, getattr(torch, o.dtype), size_of(o.shape), o.output,
+            frozenset(name for name in o.aliases if kinds[name] == kinds[o.name]),
+        )
+        for o in operands
+    ]  # fmt: skip
+
+    def check(arguments: Mapping[str, Any], device: str) -> bool:
+        places: list[tuple[str, int, int]] = []
+        index = None
+        for name, shape, dtype, size, output, aliases in rows:
+            tensor = arguments[name]
+            if type(tensor) is not plain or tensor.dtype is not dtype or tensor.layout is not strided:
+                return False
+            if tensor.is_nested or tensor.is_neg() or tensor.shape != shape or not tensor.is_contiguous():
+                return False
+            if not (tensor.is_cuda if device == "cuda" else tensor.is_cpu and device == "cpu"):
+                return False
+            start, itemsize = tensor.data_ptr(), tensor.itemsize
+            stop = start + size * itemsize
+            if not start or start % itemsize:
+                return False
+            if index is None:
+                index = tensor.get_device()
+            elif tensor.get_device() != index:
+                return False
+            if output:
+                for other, first, last in places:
+                    if start < last and first < stop and not (start == first and other in aliases):
+                        return False
+            places.append((name, start, stop))
+        return True
+
+    return check
 
 
 class _Memory:

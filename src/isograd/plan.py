@@ -181,7 +181,10 @@ class Plan:
     """A descriptor with the kernel that serves it. Subclasses name their descriptor."""
 
     descriptor_type: ClassVar[type[Descriptor]]
-    __slots__ = ("_inputs", "_names", "_outputs", "descriptor", "device", "kernel", "outputs", "sku", "workspace_size")
+    __slots__ = (
+        "_are_tensors", "_inputs", "_names", "_outputs", "descriptor", "device", "kernel", "outputs", "sku",
+        "workspace_size",
+    )  # fmt: skip
 
     def __init__(self, descriptor: Descriptor, device: str, kernel: Kernel) -> None:
         self.descriptor = descriptor
@@ -194,6 +197,7 @@ class Plan:
         self._outputs = tuple([o for o in operands if o.output])
         self._names = frozenset([o.name for o in operands])
         self.outputs = tuple([o.name for o in self._outputs])
+        self._are_tensors: Callable[[Mapping[str, Any], str], bool] | None = None  # made when a tensor is met
 
     @classmethod
     def select(cls, descriptor: Any, device: str = "cpu", preference: str | None = None) -> Self:
@@ -265,6 +269,10 @@ class Plan:
         if arguments.keys() != self._names:
             given = sorted(arguments)
             raise InvalidProblemError(f"{name}: arguments are {given}; expected {sorted(self._names)}")
+        if self._holds_for_tensors(arguments):
+            if self.device == "cpu":
+                return {key: arrays.numpy_view(tensor) for key, tensor in arguments.items()}
+            return arguments
         plain = True
         for operand in self._inputs:
             array = arguments[operand.name]
@@ -284,6 +292,17 @@ class Plan:
         if any(array.device != place for array in arguments.values()):
             raise DeviceMismatchError(f"{name}: {self._locations(arguments)}; expected one device for all")
         return arguments
+
+    def _holds_for_tensors(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether a short look suffices: the arguments are contiguous tensors, as the plan asks."""
+        if not arrays.is_tensor(arguments[self.outputs[0]]):
+            return False
+        if self._are_tensors is None:
+            self._are_tensors = arrays.tensor_check((*self._inputs, *self._outputs))
+        try:
+            return self._are_tensors(arguments, self.device)
+        except RuntimeError:  # a tensor without memory of its own
+            return False
 
     def _check_array(self, operand: Operand, array: Any, arguments: Mapping[str, Any]) -> bool:
         """Raise what is wrong with an argument; whether it is a NumPy array."""
