@@ -37,9 +37,11 @@ def has_other_dtype(item: pytest.Item) -> bool:
 def thinned(every: int, *parts: Iterable[Any]) -> list[Any]:
     """All combinations of one element of each part; those whose places add up to no multiple of `every` are exhaustive.
 
-    The others hold every element of a part where the other parts have at least `every` elements between them.
+    The others hold every element of a part: the places of the other parts add up to all remainders.
     """
     sequences: list[Sequence[Any]] = [list(part) for part in parts]
+    for part in sequences:
+        assert every <= 1 + sum(len(other) - 1 for other in sequences) - (len(part) - 1), "an element would be in none"
     cases = []
     for places in itertools.product(*(range(len(part)) for part in sequences)):
         values = [part[i] for part, i in zip(sequences, places, strict=True)]

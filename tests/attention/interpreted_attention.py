@@ -225,11 +225,11 @@ def options() -> Iterator[tuple[str, bool]]:
 def shapes() -> Iterator[tuple[str, bool]]:
     """Lengths, head dimensions and groups, with the tiles of the rule."""
     lengths = (0, 1, 2, 63, 64, 65, 130)
-    for lq, lk, option in around(8, lengths, lengths, ("none", "causal", "window")):
+    for lq, lk, option in around(14, lengths, lengths, ("none", "causal", "window")):
         case = Case(arrays(Shape(1, 2, 1, lq, lk), "float32"), OPTIONS[option], {})
         yield f"{lq} {lk} {option}", right(case, compute(case))
     dims = (16, 40, 64, 72, 96, 128, 192, 256)
-    for head_dim, v_dim, groups, dtype in around(8, dims, (16, 72, 256), (1, 2, 4), DTYPES):
+    for head_dim, v_dim, groups, dtype in around(9, dims, (16, 72, 256), (1, 2, 4), DTYPES):
         case = Case(arrays(Shape(1, max(groups, 2), groups, 9, 40, head_dim, v_dim), dtype), OPTIONS["causal"], {})
         yield f"{head_dim} {v_dim} {groups} {dtype}", right(case, compute(case))
 
@@ -314,7 +314,7 @@ def packed() -> Iterator[tuple[str, bool]]:
     rng = np.random.default_rng(5)
     names = ("o", "lse", "dq", "dk", "dv")
     # Dropout depends on the sequence's number.
-    for option, dtype in around(3, [o for o in OPTIONS if not OPTIONS[o].dropout_p], ("float32", "bfloat16")):
+    for option, dtype in around(4, [o for o in OPTIONS if not OPTIONS[o].dropout_p], ("float32", "bfloat16")):
         parts = [arrays(Shape(1, 2, 2, *x, 16, 16), dtype, n) for n, x in enumerate(lengths)]
         sinks = {"sinks": rng.standard_normal(2).astype(np.float32)} if option in ("none", "window") else {}
         alone = [compute(Case(a, OPTIONS[option], sinks), tile=SMALL) for a in parts]

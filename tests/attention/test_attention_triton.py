@@ -22,7 +22,7 @@ from isograd.attention.options import AttentionOptions  # noqa: E402
 from isograd.reduction import cuda as reduction  # noqa: E402
 
 SCRIPT = Path(__file__).parent / "interpreted_attention.py"
-SUITES = {"options": 11, "shapes": 16, "fixed": 24, "packed": 25, "dropout": 4, "faults": 10, "delta": 9}
+SUITES = {"options": 11, "shapes": 23, "fixed": 24, "packed": 32, "dropout": 4, "faults": 10, "delta": 9}
 KERNELS = {"attention_forward", "attention_rows", "attention_backward_keys", "attention_backward_queries"}
 
 

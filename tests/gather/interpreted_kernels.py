@@ -172,7 +172,7 @@ def select() -> Iterator[Case]:
 
 
 def _sum(cases: Any, skips: Any, config: Any = None) -> Iterator[Case]:
-    for dtype, (seed, (shape, count, concentrated)) in few(4, list(NUMPY), list(enumerate(cases))):
+    for dtype, (seed, (shape, count, concentrated)) in few(min(4, len(cases)), list(NUMPY), list(enumerate(cases))):
         generator = np.random.default_rng(seed)
         indices = places(generator, shape[0], (count,), INDEX[seed % 3])
         indices[generator.random(count) < concentrated] = shape[0] - 1

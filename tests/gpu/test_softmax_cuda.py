@@ -207,9 +207,10 @@ def test_strips_give_equal_bits(operation: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("inner", [64, 72])
 @pytest.mark.parametrize("n", [100, 256, 512, 700, 1024, 2048, 3000, 4096])
-def test_strips_of_the_rule(operation: str, dtype: str, n: int) -> None:
-    arrays = inputs(operation, dtype, (2, n, 72), 1)
+def test_strips_of_the_rule(operation: str, dtype: str, n: int, inner: int) -> None:
+    arrays = inputs(operation, dtype, (2, n, inner), 1)
     tensors = [to_torch(a) for a in arrays]
     check(operation, arrays, tensors, torch.empty_like(tensors[0]).fill_(7), 1)
 

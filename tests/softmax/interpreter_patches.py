@@ -26,8 +26,10 @@ EXHAUSTIVE = "--exhaustive" in sys.argv
 def few(every: int, *parts: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
     """Combinations of one element of each part whose places add up to a multiple of `every`; exhaustive runs take all.
 
-    Every element of a part is in some of them where the other parts have at least `every` elements between them.
+    Every element of a part is in some of them: the places of the others add up to all remainders.
     """
+    for part in parts:
+        assert every <= 1 + sum(len(other) - 1 for other in parts) - (len(part) - 1), "an element would be in none"
     for places in itertools.product(*(range(len(part)) for part in parts)):
         if EXHAUSTIVE or sum(places) % every == 0:
             yield tuple(part[i] for part, i in zip(parts, places, strict=True))

@@ -161,7 +161,7 @@ class _Strip(NamedTuple):
     registers: int = 0
 
 
-# The fastest on an H200 for [2^25 / n, n, 4096], by item size, operation and columns (a power of two).
+# The fastest on an H200 for [2^15 / n, n, 4096], by item size, operation and columns (a power of two).
 _STRIPS: dict[tuple[int, str], dict[int, _Strip]] = {
     (4, "forward"): {
         256: _Strip(16, 4, 1),
@@ -213,7 +213,7 @@ def _strided_configuration(n: int, itemsize: int, op: str, inner: int, arch: int
     native = arch >= 90
     block = _power_of_two(n)
     if 90 <= arch < 110 and aligned and itemsize < 8 and n <= 4096:
-        # Short columns take strips of 128 bytes and four warps; of 16-bit words a thread has two rows.
+        # Up to 128 columns take strips of 128 bytes and four warps; of 16-bit words a thread has two rows.
         of = "forward" if op in FORWARD else op
         strip = _STRIPS[itemsize, of].get(block) or _Strip(32, 4, 1)
         vector, threads = 4 // itemsize, 32 * strip.warps * strip.ctas
