@@ -19,7 +19,7 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "softmax"))
-from interpreter_patches import MASKED, ORIGINAL, few, report
+from interpreter_patches import MASKED, ORIGINAL, few, report, through
 
 from isograd import IndexOutOfRangeError, check, debug
 from isograd.gather import reference
@@ -172,7 +172,8 @@ def select() -> Iterator[Case]:
 
 
 def _sum(cases: Any, skips: Any, config: Any = None) -> Iterator[Case]:
-    for dtype, (seed, (shape, count, concentrated)) in few(min(4, len(cases)), list(NUMPY), list(enumerate(cases))):
+    parts: Any = (list(NUMPY), list(enumerate(cases)))
+    for dtype, (seed, (shape, count, concentrated)) in few(4, *parts) if len(cases) >= 4 else through(*parts):
         generator = np.random.default_rng(seed)
         indices = places(generator, shape[0], (count,), INDEX[seed % 3])
         indices[generator.random(count) < concentrated] = shape[0] - 1

@@ -97,6 +97,7 @@ def mixture(x, gates, matrices, dtype):
     return tape, [x, gates, *matrices], y, balance, z
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
 def test_a_mixture_of_experts_in_narrow_types(dtype):
     rng = np.random.default_rng(2)

@@ -307,6 +307,7 @@ def test_hessian_of_torch_func():
     )
 
 
+@pytest.mark.thorough
 def test_cpu_autocast_gives_the_types_of_torch():
     for dtype in DTYPES:
         q, k, v = (t.requires_grad_() for t in samples.tensors(dtype))

@@ -152,6 +152,7 @@ def test_bits_of_linear_cross_entropy(dtype, options, biased):
         assert same_bits(leaf.grad, gradient)
 
 
+@pytest.mark.thorough
 def test_linear_cross_entropy_is_the_loss_of_the_logits():
     hidden, weight, targets, bias = (t.requires_grad_(t.is_floating_point()) for t in linear_problem(torch.float64))
     loss = igt.linear_cross_entropy(hidden, weight, targets, bias, class_weight=torch.arange(1.0, 6).double())
