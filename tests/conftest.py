@@ -15,7 +15,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, "1")
 
-from thinned import has_other_dtype
+from choices import has_other_dtype
 
 import isograd
 

@@ -13,7 +13,7 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
-from thinned import thorough
+from choices import thorough
 
 import isograd as ig
 from isograd import fenv, parallel

@@ -186,7 +186,10 @@ def tensor_check(operands: Sequence[Any]) -> Callable[[Mapping[str, Any], str], 
                 return False
             if not (tensor.is_cuda if device == "cuda" else tensor.is_cpu and device == "cpu"):
                 return False
-            start, itemsize = tensor.data_ptr(), tensor.itemsize
+            try:
+                start, itemsize = tensor.data_ptr(), tensor.itemsize
+            except RuntimeError:  # a wrapper, inside a transform
+                return False
             stop = start + size * itemsize
             if not start or start % itemsize:
                 return False

@@ -299,10 +299,7 @@ class Plan:
             return False
         if self._are_tensors is None:
             self._are_tensors = arrays.tensor_check((*self._inputs, *self._outputs))
-        try:
-            return self._are_tensors(arguments, self.device)
-        except RuntimeError:  # a tensor without memory of its own
-            return False
+        return self._are_tensors(arguments, self.device)
 
     def _check_array(self, operand: Operand, array: Any, arguments: Mapping[str, Any]) -> bool:
         """Raise what is wrong with an argument; whether it is a NumPy array."""

@@ -17,8 +17,9 @@ import ml_dtypes
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "softmax"))
-from interpreter_patches import around, few, report, through
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from choices import around, few, through
+from interpreter_patches import report
 
 from isograd import faults as fault_flags
 from isograd.attention import bounds, reference

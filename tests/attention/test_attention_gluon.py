@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 triton = pytest.importorskip("triton", reason="needs triton")
 
 import gluon_emulation as emulation  # noqa: E402
-from thinned import exhaustive  # noqa: E402
+from choices import exhaustive  # noqa: E402
 from triton_targets import kernels_of, resources  # noqa: E402
 
 from isograd import registry  # noqa: E402

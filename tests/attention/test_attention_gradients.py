@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from attention_problems import FLAVOURS, bounds, exact, exact_backward, make, run
-from thinned import thinned
+from choices import thinned
 
 import isograd as ig
 from isograd.attention import reference

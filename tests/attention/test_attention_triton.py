@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("triton", reason="needs triton")
 
 import triton_targets  # noqa: E402
-from thinned import exhaustive, thinned  # noqa: E402
+from choices import exhaustive, thinned  # noqa: E402
 from triton_targets import TARGETS, resources  # noqa: E402
 
 from isograd.attention import triton_launch as launch  # noqa: E402

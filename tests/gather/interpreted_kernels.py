@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "softmax"))
-from interpreter_patches import MASKED, ORIGINAL, few, report, through
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from choices import few, through
+from interpreter_patches import MASKED, ORIGINAL, report
 
 from isograd import IndexOutOfRangeError, check, debug
 from isograd.gather import reference

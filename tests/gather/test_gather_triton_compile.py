@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("triton", reason="needs triton")
 
-from thinned import thinned  # noqa: E402
+from choices import thinned  # noqa: E402
 from triton_targets import kernels_of, resources  # noqa: E402
 
 from isograd.gather import triton_launch as gather  # noqa: E402

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "softmax"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from choices import few
 from cross_entropy_problems import KINDS as TARGETS
 from cross_entropy_problems import NUMPY, Problem, by_definition, problem, raw
-from interpreter_patches import few, report
+from interpreter_patches import report
 
 import isograd as ig
 from isograd.losses import cross_entropy_cuda, linear_bounds, linear_reference, linear_torch

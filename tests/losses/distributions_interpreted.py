@@ -16,10 +16,11 @@ import ml_dtypes
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "softmax"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
+from choices import few
 from distributions import named, reference, values
-from interpreter_patches import few, report
+from interpreter_patches import report
 
 import isograd as ig
 from isograd.losses import divergence_plans as divergence

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("triton", reason="needs triton")
 
+from choices import thinned
 from cross_entropy_compiled import KINDS, compile_for, kernel_for
-from thinned import thinned
 from triton_targets import TARGETS, resources
 
 import isograd as ig

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("triton", reason="needs triton")
 
 import triton_targets  # noqa: E402
-from thinned import thinned  # noqa: E402
+from choices import thinned  # noqa: E402
 from triton_targets import TARGETS, resources  # noqa: E402
 
 from isograd.losses import triton_distributions_launch as launch  # noqa: E402

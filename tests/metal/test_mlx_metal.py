@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from choices import thorough
 from emulator import FLUSHES, Library, library, needs_compiler
 from problems import BFLOAT16, DTYPES, same_bits, stored
-from thinned import thorough
 
 mx = pytest.importorskip("mlx.core", reason="needs mlx")
 

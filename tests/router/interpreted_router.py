@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "softmax"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import router_problems as problems
-from interpreter_patches import few, report
+from choices import few
+from interpreter_patches import report
 
 from isograd import IndexOutOfRangeError, check
 from isograd.arrays import numpy_dtype

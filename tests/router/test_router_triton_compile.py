@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("triton", reason="needs triton")
 
 import triton_targets  # noqa: E402
-from thinned import exhaustive  # noqa: E402
+from choices import exhaustive  # noqa: E402
 from triton_targets import TARGETS, resources  # noqa: E402
 
 from isograd.reduction import cuda as reduction  # noqa: E402

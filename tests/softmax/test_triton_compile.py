@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("triton", reason="needs triton")
 
-from thinned import thinned  # noqa: E402
+from choices import thinned  # noqa: E402
 from triton_compile import compile_for  # noqa: E402
 from triton_targets import resources  # noqa: E402
 

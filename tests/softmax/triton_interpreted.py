@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
-sys.path.insert(0, str(Path(__file__).parent))
-from interpreter_patches import ORIGINAL, few, report
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from choices import few
+from interpreter_patches import ORIGINAL, report
 
 from isograd.softmax import reference, triton_kernels
 from isograd.softmax.triton_launch import Configuration, launch

@@ -3,8 +3,8 @@
 import attention_samples as samples
 import numpy as np
 import pytest
+from choices import exhaustive, thorough
 from opinfo_samples import numpy, same_bits
-from thinned import exhaustive, thorough
 
 pytest.importorskip("torch.library", reason="needs torch")
 import torch

@@ -1,13 +1,12 @@
 """What the scripts that run under Triton's interpreter share.
 
 Exact versions of what it gets wrong: 3.6 does not fuse `tl.fma`, 3.9 truncates to bfloat16 and makes integers of some
-masks. Quicker versions of what it takes most of its time for. The choice of cases, and the report of suites.
+masks. Quicker versions of what it takes most of its time for. The report of suites.
 """
 
 import inspect
-import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -20,37 +19,6 @@ from isograd.numerics import reference as ref
 
 MASKED = ("create_masked_load", "create_masked_store")
 ORIGINAL = {name: getattr(InterpreterBuilder, name) for name in ("create_fma", "cast_impl", "create_fp_to_fp", *MASKED)}
-EXHAUSTIVE = "--exhaustive" in sys.argv
-
-
-def few(every: int, *parts: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Combinations of one element of each part whose places add up to a multiple of `every`; exhaustive runs take all.
-
-    Every element of a part is in some of them: the places of the others add up to all remainders.
-    """
-    for part in parts:
-        assert every <= 1 + sum(len(other) - 1 for other in parts) - (len(part) - 1), "an element would be in none"
-    for places in itertools.product(*(range(len(part)) for part in parts)):
-        if EXHAUSTIVE or sum(places) % every == 0:
-            yield tuple(part[i] for part, i in zip(parts, places, strict=True))
-
-
-def around(count: int, *parts: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """`count` combinations that go round all parts, each slower than the one before; exhaustive runs take all."""
-    if EXHAUSTIVE:
-        yield from itertools.product(*parts)
-    else:
-        for n in range(count):
-            yield tuple(part[n // (i + 1) % len(part)] for i, part in enumerate(parts))
-
-
-def through(*parts: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """As many combinations as the longest part has elements, each element in one or more; exhaustive runs take all."""
-    if EXHAUSTIVE:
-        yield from itertools.product(*parts)
-    else:
-        for n in range(max(map(len, parts))):
-            yield tuple(part[n % len(part)] for part in parts)
 
 
 def report(suites: Mapping[str, Callable[[], Iterable[tuple[str, bool]]]]) -> None:
