@@ -1,6 +1,10 @@
 """What a user calls: attention, the row sums that its backward needs, and its gradients."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+
+from numpy.typing import NDArray
 
 from isograd import arrays, functional
 from isograd.attention import problem as steps
@@ -15,6 +19,10 @@ from isograd.attention.plans import AttentionBackwardPlan, AttentionDeltaPlan, A
 from isograd.attention.reference import AttentionGradients
 from isograd.errors import InvalidProblemError
 from isograd.plan import Plan
+from isograd.typing import Alignment, AttentionKeywords, DataT, Layout
+
+if TYPE_CHECKING:
+    from isograd.tape.variable import Variable
 
 
 def _plan(plan_type: type[Plan], descriptor: AttentionDescriptor, device: str) -> Any:
@@ -24,6 +32,44 @@ def _plan(plan_type: type[Plan], descriptor: AttentionDescriptor, device: str) -
     return functional.plan(plan_type, descriptor, device)
 
 
+@overload
+def attention(  # type: ignore[overload-overlap]  # arrays alone match here
+    q: DataT,
+    k: DataT,
+    v: DataT,
+    *,
+    return_lse: Literal[False] = ...,
+    out: DataT | None = ...,
+    **options: Unpack[AttentionKeywords],
+) -> DataT: ...
+@overload
+def attention(  # type: ignore[overload-overlap]  # arrays alone match here
+    q: DataT,
+    k: DataT,
+    v: DataT,
+    *,
+    return_lse: Literal[True],
+    out: DataT | None = ...,
+    **options: Unpack[AttentionKeywords],
+) -> tuple[DataT, DataT]: ...
+@overload
+def attention(
+    q: Variable | NDArray[Any],
+    k: Variable | NDArray[Any],
+    v: Variable | NDArray[Any],
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[AttentionKeywords],
+) -> Variable: ...
+@overload
+def attention(
+    q: Variable | NDArray[Any],
+    k: Variable | NDArray[Any],
+    v: Variable | NDArray[Any],
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionKeywords],
+) -> tuple[Variable, Variable]: ...
 def attention(
     q: Any,
     k: Any,
@@ -31,7 +77,7 @@ def attention(
     *,
     causal: bool = False,
     window: Window | None = None,
-    alignment: str = "lower_right",
+    alignment: Alignment = "lower_right",
     scale: float | None = None,
     softcap: float = 0.0,
     bias: Any = None,
@@ -41,7 +87,7 @@ def attention(
     sinks: Any = None,
     dropout_p: float = 0.0,
     seed: int = 0,
-    layout: str = "BHLD",
+    layout: Layout = "BHLD",
     return_lse: bool = False,
     out: Any = None,
 ) -> Any:
@@ -95,6 +141,10 @@ def attention(
     return (o, restore(functional.promised(name, lse))) if return_lse else o
 
 
+@overload
+def attention_delta(o: NDArray[Any], do: NDArray[Any], *, layout: Layout = ...) -> NDArray[Any]: ...
+@overload
+def attention_delta(o: DataT, do: DataT, *, layout: Layout = ...) -> DataT: ...
 def attention_delta(o: Any, do: Any, *, layout: str = "BHLD") -> Any:
     """The row sums of o · do, [B, H, L] in the work type: `delta_i = Σ_d RN(o_id · do_id)`, order-free.
 
@@ -116,6 +166,32 @@ def attention_delta(o: Any, do: Any, *, layout: str = "BHLD") -> Any:
     return restore(functional.run(plan, o=views[0], do=views[1], delta=delta))
 
 
+@overload
+def attention_backward(
+    do: NDArray[Any],
+    q: NDArray[Any],
+    k: NDArray[Any],
+    v: NDArray[Any],
+    o: NDArray[Any],
+    lse: NDArray[Any],
+    *,
+    dlse: NDArray[Any] | None = ...,
+    bias_gradient: bool = ...,
+    **options: Unpack[AttentionKeywords],
+) -> AttentionGradients[NDArray[Any]]: ...
+@overload
+def attention_backward(
+    do: DataT,
+    q: DataT,
+    k: DataT,
+    v: DataT,
+    o: DataT,
+    lse: DataT,
+    *,
+    dlse: DataT | None = ...,
+    bias_gradient: bool = ...,
+    **options: Unpack[AttentionKeywords],
+) -> AttentionGradients[DataT]: ...
 def attention_backward(
     do: Any,
     q: Any,
@@ -127,7 +203,7 @@ def attention_backward(
     dlse: Any = None,
     causal: bool = False,
     window: Window | None = None,
-    alignment: str = "lower_right",
+    alignment: Alignment = "lower_right",
     scale: float | None = None,
     softcap: float = 0.0,
     bias: Any = None,
@@ -137,9 +213,9 @@ def attention_backward(
     sinks: Any = None,
     dropout_p: float = 0.0,
     seed: int = 0,
-    layout: str = "BHLD",
+    layout: Layout = "BHLD",
     bias_gradient: bool = True,
-) -> AttentionGradients:
+) -> AttentionGradients[Any]:
     """The gradients of `attention`: (dq, dk, dv, dbias, dsinks), the last two None without a bias, without sinks.
 
     do: the gradient of o. q, k, v, o: as given to and returned by `attention`, all of one layout. lse: as returned with

@@ -98,8 +98,15 @@ def _forward(
 
 
 def _dense_backward(
-    do: Floats, s: _Scores, heads: int, inputs: Inputs, o: Floats, lse: Floats, dlse: Any, exact: AttentionGradients
-) -> AttentionGradients:
+    do: Floats,
+    s: _Scores,
+    heads: int,
+    inputs: Inputs,
+    o: Floats,
+    lse: Floats,
+    dlse: Any,
+    exact: AttentionGradients[Any],
+) -> AttentionGradients[Any]:
     d, u = s.dense, s.u
     seeing = lse != -np.inf
     do, dlse = np.where(seeing[..., None], do, 0), None if dlse is None else np.where(seeing, dlse, 0)
@@ -162,7 +169,7 @@ def _fixed_point(do: Floats, k: Floats, v: Floats, scale: float, dlse: Any, tile
     return np.asarray(scale * tiles * 2.0**-29 * 1.01 * reach[..., None] * columns[:, :, None, :])
 
 
-def _present(bounds: AttentionGradients) -> tuple[Floats, ...]:
+def _present(bounds: AttentionGradients[Any]) -> tuple[Floats, ...]:
     return tuple([x for x in bounds if x is not None])
 
 

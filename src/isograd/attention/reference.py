@@ -12,7 +12,7 @@ of its own: rule 4 of `docs/arithmetic.md`.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +27,16 @@ Pair = tuple[Any, Any] | None
 _WIDE = np.float64
 
 
-class AttentionGradients(NamedTuple):
+ArrayT = TypeVar("ArrayT")
+
+
+class AttentionGradients(NamedTuple, Generic[ArrayT]):
     """The result of `attention_backward`; dbias and dsinks are None where there is no bias, no sink."""
 
-    dq: Any
-    dk: Any
-    dv: Any
-    dbias: Any = None
+    dq: ArrayT
+    dk: ArrayT
+    dv: ArrayT
+    dbias: Any = None  # not `ArrayT | None`: whoever passed a bias would have to rule None out
     dsinks: Any = None
 
 
@@ -187,7 +190,7 @@ def oracle_attention(
 
 def _dense_backward(
     do: Floats, d: Dense, heads: int, scale: Any, inputs: Inputs, o: Floats, lse: Floats, dlse: Any
-) -> AttentionGradients:
+) -> AttentionGradients[Any]:
     p = d.probabilities(lse)
     seeing = lse != -np.inf  # the others have no gradient, whatever is asked of them
     do = np.where(seeing[..., None], do, 0)
@@ -221,7 +224,7 @@ def oracle_attention_backward(
     dlse: Floats | None = None,
     o: Floats | None = None,
     lse: Floats | None = None,
-) -> AttentionGradients:
+) -> AttentionGradients[Any]:
     """The gradients in binary64; a bias has four axes here.
 
     With o and lse given, they are taken as they are, rounded, which is what `attention_backward` computes; without

@@ -4,10 +4,14 @@ Indices may be of type int32, int64 or uint32. One that is out of range raises I
 position and value, before anything is written; on a GPU see `isograd.check`.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
+
+from numpy.typing import NDArray
 
 from isograd import arrays, functional
 from isograd.errors import IndexOutOfRangeError, InvalidProblemError
@@ -24,6 +28,10 @@ from isograd.gather.plans import (
     TakeAlongAxisPlan,
 )
 from isograd.plan import checked_axis, checked_shape
+from isograd.typing import ArrayT, DataT, ScalarT, SupportsDLPack
+
+if TYPE_CHECKING:
+    from isograd.tape.variable import Variable
 
 Shape = tuple[int, ...]
 
@@ -65,6 +73,10 @@ def _named(operation: str, argument: str, plan: str, axis: int = 0) -> Iterator[
         raise IndexOutOfRangeError(renamed) from None
 
 
+@overload
+def take_along_axis(x: NDArray[ScalarT], indices: SupportsDLPack, axis: int = ...) -> NDArray[ScalarT]: ...
+@overload
+def take_along_axis(x: ArrayT, indices: SupportsDLPack, axis: int = ...) -> ArrayT: ...
 def take_along_axis(x: Any, indices: Any, axis: int = -1) -> Any:
     """Values along an axis: `v[.., j, ..] = x[.., indices[.., j, ..], ..]`, the stored bits.
 
@@ -91,6 +103,14 @@ def take_along_axis(x: Any, indices: Any, axis: int = -1) -> Any:
     return restore(functional.run(plan, x=x, indices=indices, v=functional.empty(chosen, dtype, x)))
 
 
+@overload
+def take_along_axis_backward(
+    dv: NDArray[ScalarT], indices: SupportsDLPack, shape: Shape, axis: int = ..., *, unique_indices: bool = ...
+) -> NDArray[ScalarT]: ...
+@overload
+def take_along_axis_backward(
+    dv: DataT, indices: SupportsDLPack, shape: Shape, axis: int = ..., *, unique_indices: bool = ...
+) -> DataT: ...
 def take_along_axis_backward(
     dv: Any, indices: Any, shape: Shape, axis: int = -1, *, unique_indices: bool = False
 ) -> Any:
@@ -144,6 +164,16 @@ def take_along_axis_backward(
     return restore(functional.promised(name, dx))
 
 
+@overload
+def scatter_sum(
+    x: NDArray[ScalarT], indices: SupportsDLPack, values: NDArray[ScalarT], axis: int = ...
+) -> NDArray[ScalarT]: ...
+@overload
+def scatter_sum(x: Variable, indices: SupportsDLPack, values: Variable | NDArray[Any], axis: int = ...) -> Variable: ...
+@overload
+def scatter_sum(x: NDArray[Any], indices: SupportsDLPack, values: Variable, axis: int = ...) -> Variable: ...
+@overload
+def scatter_sum(x: DataT, indices: SupportsDLPack, values: DataT, axis: int = ...) -> DataT: ...
 def scatter_sum(x: Any, indices: Any, values: Any, axis: int = -1) -> Any:
     """Add values onto x along an axis: `out[.., i, ..] = x[.., i, ..] + Σ values[.., j, ..]` over the j with index i.
 
@@ -211,6 +241,10 @@ def _index_sum(
         return restore(functional.run(plan, indices=indices, values=values, out=out))
 
 
+@overload
+def segment_sum(values: NDArray[ScalarT], segment_ids: SupportsDLPack, num_segments: int) -> NDArray[ScalarT]: ...
+@overload
+def segment_sum(values: ArrayT, segment_ids: SupportsDLPack, num_segments: int) -> ArrayT: ...
 def segment_sum(values: Any, segment_ids: Any, num_segments: int) -> Any:
     """The sum of each segment's rows: `out[s] = Σ values[j]` over the j with segment_ids[j] == s.
 
@@ -234,6 +268,10 @@ def _checked_padding(operation: str, padding_idx: Any, num: int) -> int | None:
     return number % num
 
 
+@overload
+def embedding(weight: NDArray[ScalarT], indices: SupportsDLPack, padding_idx: int | None = ...) -> NDArray[ScalarT]: ...
+@overload
+def embedding(weight: ArrayT, indices: SupportsDLPack, padding_idx: int | None = ...) -> ArrayT: ...
 def embedding(weight: Any, indices: Any, padding_idx: int | None = None) -> Any:
     """The rows of a table: `y[i..] = weight[indices[i..]]`, the stored bits.
 
@@ -262,6 +300,14 @@ def index_select(name: str, weight: Any, indices: Any, negative: bool = True, pa
         return restore(functional.run(plan, weight=weight, indices=indices, y=y))
 
 
+@overload
+def embedding_backward(
+    dy: NDArray[ScalarT], indices: SupportsDLPack, num_embeddings: int, padding_idx: int | None = ...
+) -> NDArray[ScalarT]: ...
+@overload
+def embedding_backward(
+    dy: DataT, indices: SupportsDLPack, num_embeddings: int, padding_idx: int | None = ...
+) -> DataT: ...
 def embedding_backward(dy: Any, indices: Any, num_embeddings: int, padding_idx: int | None = None) -> Any:
     """Gradient of embedding: the rows of dy summed by index, `dweight[i] = Σ dy[j..]` over the j with index i.
 

@@ -1,8 +1,11 @@
 """What a user calls: cross_entropy with its gradient, and linear_cross_entropy."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from isograd import functional
 from isograd.errors import InvalidProblemError
@@ -10,6 +13,19 @@ from isograd.losses import cross_entropy as steps
 from isograd.losses import linear_cross_entropy as linear
 from isograd.losses.cross_entropy import Options
 from isograd.losses.linear_cross_entropy import LinearOptions
+from isograd.typing import (
+    ArrayT,
+    CrossEntropyOptions,
+    DataT,
+    LinearCrossEntropyOptions,
+    Number,
+    Reduction,
+    ScalarT,
+    SupportsDLPack,
+)
+
+if TYPE_CHECKING:
+    from isograd.tape.variable import Variable
 
 
 def _taken(operation: str, given: dict[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -24,6 +40,38 @@ def _array(name: str, value: Any) -> dict[str, Any]:
     return {} if value is None or isinstance(value, (int, float, np.number)) else {name: value}
 
 
+@overload
+def cross_entropy(
+    logits: ArrayT,
+    targets: SupportsDLPack,
+    weight: SupportsDLPack | None = ...,
+    *,
+    return_gradient: Literal[False] = ...,
+    return_state: Literal[False] = ...,
+    **options: Unpack[CrossEntropyOptions],
+) -> ArrayT: ...
+@overload
+def cross_entropy(
+    logits: DataT,
+    targets: SupportsDLPack,
+    weight: SupportsDLPack | None = ...,
+    *,
+    return_gradient: Literal[False] = ...,
+    return_state: Literal[True],
+    **options: Unpack[CrossEntropyOptions],
+) -> tuple[DataT, DataT]: ...
+@overload
+def cross_entropy(
+    logits: DataT,
+    targets: SupportsDLPack,
+    weight: SupportsDLPack | None = ...,
+    *,
+    return_gradient: Literal[True],
+    return_state: Literal[False] = ...,
+    dloss: SupportsDLPack | Number | None = ...,
+    out: DataT | None = ...,
+    **options: Unpack[CrossEntropyOptions],
+) -> tuple[DataT, DataT]: ...
 def cross_entropy(
     logits: Any,
     targets: Any,
@@ -33,8 +81,8 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    reduction: str = "mean",
-    count: float | None = None,
+    reduction: Reduction = "mean",
+    count: Number | None = None,
     return_gradient: bool = False,
     return_state: bool = False,
     dloss: Any = None,
@@ -89,6 +137,28 @@ def cross_entropy(
     return restore(steps.reduced(given, losses)), dlogits if out is not None else restore(dlogits)
 
 
+@overload
+def cross_entropy_backward(
+    dloss: SupportsDLPack | Number | None,
+    logits: NDArray[ScalarT],
+    targets: SupportsDLPack,
+    weight: SupportsDLPack | None = ...,
+    *,
+    state: SupportsDLPack | None = ...,
+    out: NDArray[ScalarT] | None = ...,
+    **options: Unpack[CrossEntropyOptions],
+) -> NDArray[ScalarT]: ...
+@overload
+def cross_entropy_backward(
+    dloss: SupportsDLPack | Number | None,
+    logits: DataT,
+    targets: SupportsDLPack,
+    weight: SupportsDLPack | None = ...,
+    *,
+    state: SupportsDLPack | None = ...,
+    out: DataT | None = ...,
+    **options: Unpack[CrossEntropyOptions],
+) -> DataT: ...
 def cross_entropy_backward(
     dloss: Any,
     logits: Any,
@@ -100,8 +170,8 @@ def cross_entropy_backward(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    reduction: str = "mean",
-    count: float | None = None,
+    reduction: Reduction = "mean",
+    count: Number | None = None,
     out: Any = None,
 ) -> Any:
     """The gradient of cross entropy for the logits: for every row `g ((Σ_j q_j + 2z lse) softmax(x) - q)`.
@@ -122,6 +192,48 @@ def cross_entropy_backward(
     return dlogits if out is not None else restore(dlogits)
 
 
+@overload
+def linear_cross_entropy(  # type: ignore[overload-overlap]  # arrays alone match here
+    hidden: DataT,
+    weight: DataT,
+    targets: SupportsDLPack,
+    bias: DataT | None = ...,
+    *,
+    return_gradient: Literal[False] = ...,
+    **options: Unpack[LinearCrossEntropyOptions],
+) -> DataT: ...
+@overload
+def linear_cross_entropy(
+    hidden: DataT,
+    weight: DataT,
+    targets: SupportsDLPack,
+    bias: None = ...,
+    *,
+    return_gradient: Literal[True],
+    dloss: SupportsDLPack | Number | None = ...,
+    **options: Unpack[LinearCrossEntropyOptions],
+) -> tuple[DataT, DataT, DataT]: ...
+@overload
+def linear_cross_entropy(
+    hidden: DataT,
+    weight: DataT,
+    targets: SupportsDLPack,
+    bias: DataT,
+    *,
+    return_gradient: Literal[True],
+    dloss: SupportsDLPack | Number | None = ...,
+    **options: Unpack[LinearCrossEntropyOptions],
+) -> tuple[DataT, DataT, DataT, DataT]: ...
+@overload
+def linear_cross_entropy(
+    hidden: Variable | NDArray[Any],
+    weight: Variable | NDArray[Any],
+    targets: SupportsDLPack,
+    bias: Variable | NDArray[Any] | None = ...,
+    *,
+    return_gradient: Literal[False] = ...,
+    **options: Unpack[LinearCrossEntropyOptions],
+) -> Variable: ...
 def linear_cross_entropy(
     hidden: Any,
     weight: Any,
@@ -132,8 +244,8 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    reduction: str = "mean",
-    count: float | None = None,
+    reduction: Reduction = "mean",
+    count: Number | None = None,
     chunk: int | None = None,
     preference: str | None = None,
     return_gradient: bool = False,

@@ -1,6 +1,10 @@
 """What a user calls: kl_div and distillation_loss with their backwards."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from numpy.typing import NDArray
 
 from isograd import arrays, functional
 from isograd.losses.divergence_plans import (
@@ -14,8 +18,22 @@ from isograd.losses.divergence_plans import (
     KlDivPlan,
 )
 from isograd.losses.promises import checked_flag, checked_reduction, checked_scale, work_name
+from isograd.typing import BatchReduction, DataT, ScalarT, SupportsDLPack
+
+if TYPE_CHECKING:
+    from isograd.tape.variable import Variable
 
 
+@overload
+def kl_div(
+    input: Variable, target: Variable | NDArray[Any], reduction: BatchReduction = ..., log_target: bool = ...
+) -> Variable: ...
+@overload
+def kl_div(
+    input: NDArray[Any], target: Variable, reduction: BatchReduction = ..., log_target: bool = ...
+) -> Variable: ...
+@overload
+def kl_div(input: DataT, target: DataT, reduction: BatchReduction = ..., log_target: bool = ...) -> DataT: ...
 def kl_div(input: Any, target: Any, reduction: str = "mean", log_target: bool = False) -> Any:  # noqa: A002
     """The divergence of a target distribution p from log-probabilities x: `p * (log p - x)`, element by element.
 
@@ -41,13 +59,31 @@ def kl_div(input: Any, target: Any, reduction: str = "mean", log_target: bool = 
     return restore(functional.run(plan, input=x, target=t, loss=loss))
 
 
+@overload
+def kl_div_backward(
+    dloss: SupportsDLPack,
+    input: NDArray[ScalarT],
+    target: NDArray[ScalarT],
+    reduction: BatchReduction = ...,
+    log_target: bool = ...,
+    wrt: Literal["input", "target"] = ...,
+) -> NDArray[ScalarT]: ...
+@overload
+def kl_div_backward(
+    dloss: SupportsDLPack,
+    input: DataT,
+    target: DataT,
+    reduction: BatchReduction = ...,
+    log_target: bool = ...,
+    wrt: Literal["input", "target"] = ...,
+) -> DataT: ...
 def kl_div_backward(
     dloss: Any,
     input: Any,  # noqa: A002
     target: Any,
     reduction: str = "mean",
     log_target: bool = False,
-    wrt: str = "input",
+    wrt: Literal["input", "target"] = "input",
 ) -> Any:
     """The gradient of kl_div for its input, `-dloss * p`, or with `wrt="target"` for its target.
 
@@ -82,6 +118,22 @@ def _fields(operation: str, inputs: list[Any], temperature: Any, reduction: Any)
     return device, (tuple(student.shape), dtype, teacher_dtype, scale, classes, index_dtype, reduction)
 
 
+@overload
+def distillation_loss(
+    student: Variable,
+    teacher: Variable | NDArray[Any],
+    temperature: float = ...,
+    indices: SupportsDLPack | None = ...,
+    reduction: BatchReduction = ...,
+) -> Variable: ...
+@overload
+def distillation_loss(
+    student: DataT,
+    teacher: DataT,
+    temperature: float = ...,
+    indices: SupportsDLPack | None = ...,
+    reduction: BatchReduction = ...,
+) -> DataT: ...
 def distillation_loss(
     student: Any, teacher: Any, temperature: float = 1.0, indices: Any = None, reduction: str = "batchmean"
 ) -> Any:
@@ -114,6 +166,28 @@ def distillation_loss(
     return restore(functional.run(plan, **dict(zip(given, taken, strict=True)), loss=loss))
 
 
+@overload
+def distillation_loss_backward(
+    dloss: SupportsDLPack,
+    student: NDArray[ScalarT],
+    teacher: NDArray[Any],
+    temperature: float = ...,
+    indices: SupportsDLPack | None = ...,
+    reduction: BatchReduction = ...,
+    *,
+    out: NDArray[ScalarT] | None = ...,
+) -> NDArray[ScalarT]: ...
+@overload
+def distillation_loss_backward(
+    dloss: SupportsDLPack,
+    student: DataT,
+    teacher: DataT,
+    temperature: float = ...,
+    indices: SupportsDLPack | None = ...,
+    reduction: BatchReduction = ...,
+    *,
+    out: DataT | None = ...,
+) -> DataT: ...
 def distillation_loss_backward(
     dloss: Any,
     student: Any,

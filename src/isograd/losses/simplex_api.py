@@ -1,6 +1,10 @@
 """What a user calls: gumbel_softmax and sparsemax with their backwards."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import Any, overload
+
+from numpy.typing import NDArray
 
 from isograd import arrays, functional
 from isograd.losses.promises import checked_flag, checked_integer, checked_scale
@@ -15,6 +19,7 @@ from isograd.losses.simplex_plans import (
     SparsemaxPlan,
 )
 from isograd.plan import Descriptor, Plan
+from isograd.typing import ArrayT, DataT, ScalarT
 
 
 def _run(plan_type: type[Plan], descriptor: Descriptor, device: str, like: Any, **given: Any) -> Any:
@@ -24,6 +29,14 @@ def _run(plan_type: type[Plan], descriptor: Descriptor, device: str, like: Any, 
     return functional.run(plan, **given, **{output: functional.empty(tuple(like.shape), descriptor.dtype, like)})
 
 
+@overload
+def gumbel_softmax(
+    logits: NDArray[ScalarT], tau: float = ..., hard: bool = ..., axis: int = ..., seed: int = ..., offset: int = ...
+) -> NDArray[ScalarT]: ...
+@overload
+def gumbel_softmax(
+    logits: ArrayT, tau: float = ..., hard: bool = ..., axis: int = ..., seed: int = ..., offset: int = ...
+) -> ArrayT: ...
 def gumbel_softmax(
     logits: Any, tau: float = 1.0, hard: bool = False, axis: int = -1, seed: int = 0, offset: int = 0
 ) -> Any:
@@ -54,6 +67,12 @@ def gumbel_softmax(
     return restore(functional.run(plan, logits=x, y=functional.empty(tuple(x.shape), dtype, x)))
 
 
+@overload
+def gumbel_softmax_backward(
+    dy: NDArray[ScalarT], y: NDArray[ScalarT], tau: float = ..., axis: int = ...
+) -> NDArray[ScalarT]: ...
+@overload
+def gumbel_softmax_backward(dy: DataT, y: DataT, tau: float = ..., axis: int = ...) -> DataT: ...
 def gumbel_softmax_backward(dy: Any, y: Any, tau: float = 1.0, axis: int = -1) -> Any:
     """The gradient of gumbel_softmax: `dx_j = y_j * (dy_j - sum_i y_i * dy_i) / tau`.
 
@@ -71,6 +90,10 @@ def gumbel_softmax_backward(dy: Any, y: Any, tau: float = 1.0, axis: int = -1) -
     return restore(_run(GumbelSoftmaxBackwardPlan, descriptor, device, p, dy=g, y=p))
 
 
+@overload
+def sparsemax(x: NDArray[ScalarT], axis: int = ...) -> NDArray[ScalarT]: ...
+@overload
+def sparsemax(x: ArrayT, axis: int = ...) -> ArrayT: ...
 def sparsemax(x: Any, axis: int = -1) -> Any:
     """The point of the probability simplex nearest to each row of an axis: `y_j = max(x_j - tau, 0)`, sum 1.
 
@@ -91,6 +114,10 @@ def sparsemax(x: Any, axis: int = -1) -> Any:
     return restore(_run(SparsemaxPlan, SparsemaxDescriptor(tuple(view.shape), dtype, axis), device, view, x=view))
 
 
+@overload
+def sparsemax_backward(dy: NDArray[ScalarT], y: NDArray[ScalarT], axis: int = ...) -> NDArray[ScalarT]: ...
+@overload
+def sparsemax_backward(dy: DataT, y: DataT, axis: int = ...) -> DataT: ...
 def sparsemax_backward(dy: Any, y: Any, axis: int = -1) -> Any:
     """The gradient of sparsemax: dy less its mean over the support of y there, 0 elsewhere.
 

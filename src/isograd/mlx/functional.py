@@ -22,6 +22,7 @@ from isograd.mlx_kernel import dtype_name
 from isograd.router.descriptors import MoeRouterBackwardDescriptor, MoeRouterDescriptor, checked_options
 from isograd.router.plans import MoeRouterBackwardPlan, MoeRouterPlan
 from isograd.softmax.plans import SoftmaxBackwardDescriptor, SoftmaxBackwardPlan, SoftmaxDescriptor, SoftmaxPlan
+from isograd.typing import Alignment, Scoring
 
 Function = Callable[..., Any]
 
@@ -149,7 +150,7 @@ def moe_router(
     logits: mx.array,
     k: int,
     *,
-    scoring: str = "softmax",
+    scoring: Scoring = "softmax",
     renormalize: bool = False,
     bias: mx.array | None = None,
     groups: int = 1,
@@ -222,7 +223,7 @@ def attention(
     v: mx.array,
     *,
     causal: bool = False,
-    alignment: str = "lower_right",
+    alignment: Alignment = "lower_right",
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Any:

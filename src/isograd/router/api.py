@@ -6,42 +6,24 @@ for arguments that do not fit together, UnsupportedError for other dtypes, Devic
 devices, and on the CPU IndexOutOfRangeError for an index out of range, before anything is written.
 """
 
+from __future__ import annotations
+
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Unpack, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from isograd import arrays, functional
 from isograd.errors import InvalidProblemError
 from isograd.plan import checked_shape
 from isograd.router import descriptors as d
 from isograd.router import plans
+from isograd.router.results import CombineGradients, Permutation, Routing, TopK
+from isograd.typing import ArrayT, DataT, DType, RouterOptions, ScalarT, Scoring, SupportsDLPack
 
-
-class TopK(NamedTuple):
-    """The result of `top_k`."""
-
-    values: Any
-    indices: Any
-
-
-class Routing(NamedTuple):
-    """The result of `moe_router`."""
-
-    weights: Any
-    experts: Any
-
-
-class Permutation(NamedTuple):
-    """The result of `expert_permutation`."""
-
-    order: Any
-    offsets: Any
-
-
-class CombineGradients(NamedTuple):
-    """The result of `moe_combine_backward`."""
-
-    d_expert_out: Any
-    dweights: Any
+if TYPE_CHECKING:
+    from isograd.tape.variable import Variable
 
 
 def _restored(restore: Any, results: Any) -> Any:
@@ -63,7 +45,13 @@ def _last(operation: str, argument: str, array: Any) -> int:
 
 
 # --- top_k and renormalize -------------------------------------------------------------------------------------------
-def top_k(x: Any, k: int, axis: int = -1) -> TopK:
+@overload
+def top_k(x: NDArray[ScalarT], k: int, axis: int = ...) -> TopK[NDArray[ScalarT], NDArray[np.int64]]: ...
+@overload
+def top_k(x: Variable, k: int, axis: int = ...) -> TopK[Variable, NDArray[np.int64]]: ...
+@overload
+def top_k(x: DataT, k: int, axis: int = ...) -> TopK[DataT, DataT]: ...
+def top_k(x: Any, k: int, axis: int = -1) -> TopK[Any, Any]:
     """The k largest elements along an axis in descending order: (values, indices).
 
     x: rank 1 to 8, or a tape variable. k: 1 to the size of the axis. values have x's dtype and exactly its bits,
@@ -86,6 +74,10 @@ def top_k(x: Any, k: int, axis: int = -1) -> TopK:
     return TopK(*_restored(restore, functional.run(plan, x=x, values=values, indices=indices)))
 
 
+@overload
+def renormalize(w: NDArray[ScalarT], axis: int = ...) -> NDArray[ScalarT]: ...
+@overload
+def renormalize(w: ArrayT, axis: int = ...) -> ArrayT: ...
 def renormalize(w: Any, axis: int = -1) -> Any:
     """The elements along an axis divided by their sum: `t_i = w_i / Σ_j w_j`, 0 where the sum is 0.
 
@@ -103,6 +95,10 @@ def renormalize(w: Any, axis: int = -1) -> Any:
     return restore(functional.run(plan, w=w, t=functional.empty(tuple(w.shape), dtype, w)))
 
 
+@overload
+def renormalize_backward(dt: NDArray[ScalarT], w: NDArray[ScalarT], axis: int = ...) -> NDArray[ScalarT]: ...
+@overload
+def renormalize_backward(dt: DataT, w: DataT, axis: int = ...) -> DataT: ...
 def renormalize_backward(dt: Any, w: Any, axis: int = -1) -> Any:
     """The gradient of `renormalize`: `dw_i = (dt_i - Σ_j dt_j t_j) / Σ_j w_j`, 0 where the sum is 0.
 
@@ -119,17 +115,25 @@ def renormalize_backward(dt: Any, w: Any, axis: int = -1) -> Any:
 
 
 # --- the router ------------------------------------------------------------------------------------------------------
+@overload
+def moe_router(
+    logits: NDArray[Any], k: int, **options: Unpack[RouterOptions]
+) -> Routing[NDArray[Any], NDArray[np.int64]]: ...
+@overload
+def moe_router(logits: Variable, k: int, **options: Unpack[RouterOptions]) -> Routing[Variable, NDArray[np.int64]]: ...
+@overload
+def moe_router(logits: DataT, k: int, **options: Unpack[RouterOptions]) -> Routing[DataT, DataT]: ...
 def moe_router(
     logits: Any,
     k: int,
     *,
-    scoring: str = "softmax",
+    scoring: Scoring = "softmax",
     renormalize: bool = False,
     bias: Any = None,
     groups: int = 1,
     group_k: int = 1,
     scale: float = 1.0,
-) -> Routing:
+) -> Routing[Any, Any]:
     """Choose the k experts of every token: (weights, experts).
 
     logits: [..., E], or a tape variable. The scores s are the softmax or the sigmoid of the logits, computed in the
@@ -174,12 +178,32 @@ def moe_router(
     return Routing(*_restored(restore, results))
 
 
+@overload
+def moe_router_backward(
+    dweights: NDArray[Any],
+    logits: NDArray[ScalarT],
+    experts: SupportsDLPack,
+    *,
+    scoring: Scoring = ...,
+    renormalize: bool = ...,
+    scale: float = ...,
+) -> NDArray[ScalarT]: ...
+@overload
+def moe_router_backward(
+    dweights: DataT,
+    logits: DataT,
+    experts: SupportsDLPack,
+    *,
+    scoring: Scoring = ...,
+    renormalize: bool = ...,
+    scale: float = ...,
+) -> DataT: ...
 def moe_router_backward(
     dweights: Any,
     logits: Any,
     experts: Any,
     *,
-    scoring: str = "softmax",
+    scoring: Scoring = "softmax",
     renormalize: bool = False,
     scale: float = 1.0,
 ) -> Any:
@@ -204,6 +228,10 @@ def moe_router_backward(
 
 
 # --- permutation -----------------------------------------------------------------------------------------------------
+@overload
+def expert_counts(experts: NDArray[Any], num_experts: int) -> NDArray[np.int64]: ...
+@overload
+def expert_counts(experts: DataT, num_experts: int) -> DataT: ...
 def expert_counts(experts: Any, num_experts: int) -> Any:
     """How many entries every expert has: [num_experts], int64.
 
@@ -219,7 +247,11 @@ def expert_counts(experts: Any, num_experts: int) -> Any:
     return restore(functional.run(plan, experts=experts, counts=functional.empty((num_experts,), "int64", experts)))
 
 
-def expert_permutation(experts: Any, num_experts: int) -> Permutation:
+@overload
+def expert_permutation(experts: NDArray[Any], num_experts: int) -> Permutation[NDArray[np.int64]]: ...
+@overload
+def expert_permutation(experts: DataT, num_experts: int) -> Permutation[DataT]: ...
+def expert_permutation(experts: Any, num_experts: int) -> Permutation[Any]:
     """Sort entries by expert: (order, offsets).
 
     experts: as for `expert_counts`; an entry is a position in it, counted flat. order: the entries in ascending order
@@ -247,6 +279,10 @@ def _entries(operation: str, order: Any, k: int) -> int:
     return count // k
 
 
+@overload
+def moe_permute(x: NDArray[ScalarT], order: SupportsDLPack, k: int) -> NDArray[ScalarT]: ...
+@overload
+def moe_permute(x: ArrayT, order: SupportsDLPack, k: int) -> ArrayT: ...
 def moe_permute(x: Any, order: Any, k: int) -> Any:
     """The tokens' rows in the order of the experts: `y[i] = x[order[i] // k]`, exactly their bits.
 
@@ -265,6 +301,10 @@ def moe_permute(x: Any, order: Any, k: int) -> Any:
     return restore(functional.run(plan, x=x, order=order, y=functional.empty((tokens * k, width), dtype, x)))
 
 
+@overload
+def moe_permute_backward(dy: NDArray[ScalarT], order: SupportsDLPack, k: int) -> NDArray[ScalarT]: ...
+@overload
+def moe_permute_backward(dy: DataT, order: SupportsDLPack, k: int) -> DataT: ...
 def moe_permute_backward(dy: Any, order: Any, k: int) -> Any:
     """The gradient of `moe_permute`: the order-free sum of every token's k rows.
 
@@ -284,6 +324,14 @@ def moe_permute_backward(dy: Any, order: Any, k: int) -> Any:
     return restore(functional.run(plan, dy=dy, order=order, dx=functional.empty((tokens, width), dtype, dy)))
 
 
+@overload
+def moe_combine(expert_out: NDArray[ScalarT], weights: NDArray[Any], order: SupportsDLPack) -> NDArray[ScalarT]: ...
+@overload
+def moe_combine(expert_out: Variable, weights: Variable | NDArray[Any], order: SupportsDLPack) -> Variable: ...
+@overload
+def moe_combine(expert_out: NDArray[Any], weights: Variable, order: SupportsDLPack) -> Variable: ...
+@overload
+def moe_combine(expert_out: DataT, weights: DataT, order: SupportsDLPack) -> DataT: ...
 def moe_combine(expert_out: Any, weights: Any, order: Any) -> Any:
     """The weighted sum of every token's k rows: `y[t] = Σ_i weights[t, i] · row of entry t k + i`, order-free.
 
@@ -306,7 +354,15 @@ def moe_combine(expert_out: Any, weights: Any, order: Any) -> Any:
     return restore(functional.run(plan, expert_out=expert_out, weights=weights, order=order, y=y))
 
 
-def moe_combine_backward(dy: Any, expert_out: Any, weights: Any, order: Any) -> CombineGradients:
+@overload
+def moe_combine_backward(
+    dy: NDArray[Any], expert_out: NDArray[Any], weights: NDArray[Any], order: SupportsDLPack
+) -> CombineGradients[NDArray[Any]]: ...
+@overload
+def moe_combine_backward(
+    dy: DataT, expert_out: DataT, weights: DataT, order: SupportsDLPack
+) -> CombineGradients[DataT]: ...
+def moe_combine_backward(dy: Any, expert_out: Any, weights: Any, order: Any) -> CombineGradients[Any]:
     """The gradients of `moe_combine`: (d_expert_out [T k, D], dweights [T, k]).
 
     dy: [T, D], gradient of the result; the other arguments as given to `moe_combine`.
@@ -333,6 +389,12 @@ def moe_combine_backward(dy: Any, expert_out: Any, weights: Any, order: Any) -> 
 
 
 # --- auxiliary losses ------------------------------------------------------------------------------------------------
+@overload
+def load_balancing_loss(
+    probabilities: Variable, experts: SupportsDLPack, num_experts: int | None = ...
+) -> Variable: ...
+@overload
+def load_balancing_loss(probabilities: DataT, experts: SupportsDLPack, num_experts: int | None = ...) -> DataT: ...
 def load_balancing_loss(probabilities: Any, experts: Any, num_experts: int | None = None) -> Any:
     """The load-balancing loss `E Σ_e f_e P_e`, 1 for an even load (Fedus, Zoph and Shazeer 2022).
 
@@ -359,6 +421,14 @@ def load_balancing_loss(probabilities: Any, experts: Any, num_experts: int | Non
     return restore(functional.run(plan, probabilities=probabilities, experts=experts, loss=loss))
 
 
+@overload
+def load_balancing_loss_backward(
+    dloss: NDArray[Any] | np.number[Any], experts: NDArray[Any], shape: tuple[int, ...], dtype: DType | None = ...
+) -> NDArray[Any]: ...
+@overload
+def load_balancing_loss_backward(
+    dloss: DataT, experts: SupportsDLPack, shape: tuple[int, ...], dtype: DType | None = ...
+) -> DataT: ...
 def load_balancing_loss_backward(dloss: Any, experts: Any, shape: tuple[int, ...], dtype: str | None = None) -> Any:
     """The gradient of `load_balancing_loss` with respect to the probabilities: `dloss E f_e / T` for every token.
 
@@ -380,6 +450,10 @@ def load_balancing_loss_backward(dloss: Any, experts: Any, shape: tuple[int, ...
     return restore(functional.run(plan, dloss=dloss, experts=experts, dprobabilities=dprobabilities))
 
 
+@overload
+def router_z_loss(logits: Variable) -> Variable: ...
+@overload
+def router_z_loss(logits: DataT) -> DataT: ...
 def router_z_loss(logits: Any) -> Any:
     """The mean over tokens of the squared logarithm of Σ_e exp(logits_e) (Zoph et al. 2022).
 
@@ -397,6 +471,10 @@ def router_z_loss(logits: Any) -> Any:
     return restore(functional.run(plan, logits=logits, loss=functional.empty((), d.work_type(dtype), logits)))
 
 
+@overload
+def router_z_loss_backward(dloss: NDArray[Any] | np.number[Any], logits: NDArray[ScalarT]) -> NDArray[ScalarT]: ...
+@overload
+def router_z_loss_backward(dloss: SupportsDLPack, logits: DataT) -> DataT: ...
 def router_z_loss_backward(dloss: Any, logits: Any) -> Any:
     """The gradient of `router_z_loss`: `2 lse dloss / T` times the softmax of the logits.
 

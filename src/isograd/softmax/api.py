@@ -1,16 +1,23 @@
 """What a user calls: softmax, log_softmax and their backwards."""
 
+from __future__ import annotations
+
 import functools
 import operator
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from isograd import arrays, encoder, registry
 from isograd.errors import InvalidProblemError
 from isograd.numerics.storage import dtype_name
 from isograd.softmax.plans import SoftmaxBackwardDescriptor, SoftmaxBackwardPlan, SoftmaxDescriptor, SoftmaxPlan
+from isograd.typing import ArrayT, DataT, ScalarT
+
+if TYPE_CHECKING:
+    pass
 
 
 @functools.lru_cache(maxsize=4096)
@@ -79,6 +86,10 @@ def _backward(kind: str, dy: Any, y: Any, axis: int, out: Any) -> Any:
     return result if restore is None or out is not None else restore(result)
 
 
+@overload
+def softmax(x: NDArray[ScalarT], axis: int = ..., *, out: NDArray[ScalarT] | None = ...) -> NDArray[ScalarT]: ...
+@overload
+def softmax(x: ArrayT, axis: int = ..., *, out: ArrayT | None = ...) -> ArrayT: ...
 def softmax(x: Any, axis: int = -1, *, out: Any = None) -> Any:
     """Softmax along an axis: `y_j = exp(x_j - m) / Σ_i exp(x_i - m)` with `m = max_i x_i`.
 
@@ -95,6 +106,10 @@ def softmax(x: Any, axis: int = -1, *, out: Any = None) -> Any:
     return _forward("softmax", x, axis, out)
 
 
+@overload
+def log_softmax(x: NDArray[ScalarT], axis: int = ..., *, out: NDArray[ScalarT] | None = ...) -> NDArray[ScalarT]: ...
+@overload
+def log_softmax(x: ArrayT, axis: int = ..., *, out: ArrayT | None = ...) -> ArrayT: ...
 def log_softmax(x: Any, axis: int = -1, *, out: Any = None) -> Any:
     """Logarithm of the softmax along an axis: `y_j = x_j - m - log Σ_i exp(x_i - m)` with `m = max_i x_i`.
 
@@ -103,6 +118,12 @@ def log_softmax(x: Any, axis: int = -1, *, out: Any = None) -> Any:
     return _forward("log_softmax", x, axis, out)
 
 
+@overload
+def softmax_backward(
+    dy: NDArray[ScalarT], y: NDArray[ScalarT], axis: int = ..., *, out: NDArray[ScalarT] | None = ...
+) -> NDArray[ScalarT]: ...
+@overload
+def softmax_backward(dy: DataT, y: DataT, axis: int = ..., *, out: DataT | None = ...) -> DataT: ...
 def softmax_backward(dy: Any, y: Any, axis: int = -1, *, out: Any = None) -> Any:
     """Gradient of softmax: `dx_j = y_j * (dy_j - Σ_i y_i * dy_i)`.
 
@@ -117,6 +138,12 @@ def softmax_backward(dy: Any, y: Any, axis: int = -1, *, out: Any = None) -> Any
     return _backward("softmax", dy, y, axis, out)
 
 
+@overload
+def log_softmax_backward(
+    dy: NDArray[ScalarT], y: NDArray[ScalarT], axis: int = ..., *, out: NDArray[ScalarT] | None = ...
+) -> NDArray[ScalarT]: ...
+@overload
+def log_softmax_backward(dy: DataT, y: DataT, axis: int = ..., *, out: DataT | None = ...) -> DataT: ...
 def log_softmax_backward(dy: Any, y: Any, axis: int = -1, *, out: Any = None) -> Any:
     """Gradient of log_softmax: `dx_j = dy_j - exp(y_j) * Σ_i dy_i`, y being `log_softmax(x)`.
 

@@ -21,6 +21,7 @@ from isograd.losses.linear_cross_entropy import LinearOptions
 from isograd.router import api as router
 from isograd.tape import attention_rules, gather_rules, loss_rules, router_rules, rules
 from isograd.tape.variable import Operand, Variable, apply
+from isograd.typing import BatchReduction
 
 
 def add(a: Operand, b: Operand) -> Variable:
@@ -111,13 +112,17 @@ def linear_cross_entropy(
     return apply(loss_rules.linear_cross_entropy, *operands, targets=targets, class_weight=class_weight, options=given)
 
 
-def kl_div(x: Operand, target: Operand, reduction: str = "mean", log_target: bool = False) -> Variable:
+def kl_div(x: Operand, target: Operand, reduction: BatchReduction = "mean", log_target: bool = False) -> Variable:
     """The divergence of a target distribution from log-probabilities; both get gradients."""
     return apply(loss_rules.kl_div, x, target, reduction=reduction, log_target=log_target)
 
 
 def distillation_loss(
-    student: Variable, teacher: Any, temperature: float = 1.0, indices: Any = None, reduction: str = "batchmean"
+    student: Variable,
+    teacher: Any,
+    temperature: float = 1.0,
+    indices: Any = None,
+    reduction: BatchReduction = "batchmean",
 ) -> Variable:
     """The divergence of a teacher, an array or a variable that gets no gradient, from a student."""
     # Copies, as constants are elsewhere: the caller may overwrite the originals before the gradient is computed.

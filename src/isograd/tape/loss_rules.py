@@ -3,7 +3,7 @@
 Targets, teachers, indices and weights of classes get no gradient, but for the target of kl_div.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from isograd.losses import cross_entropy as steps
 from isograd.losses import divergence_api, simplex_api
 from isograd.losses import linear_cross_entropy as linear
 from isograd.tape.rules import Array, Gradient, Result
+from isograd.typing import BatchReduction
 
 
 def _constant(operation: str, argument: str, value: Any) -> Any:
@@ -51,17 +52,19 @@ def linear_cross_entropy(
     return value, tuple(lambda g, i=i: gradients(g)[i] for i in range(2 + len(bias)))
 
 
-def kl_div(x: Array, target: Array, reduction: str, log_target: bool) -> Result:
+def kl_div(x: Array, target: Array, reduction: BatchReduction, log_target: bool) -> Result:
     """The divergence of a target distribution from log-probabilities."""
 
-    def gradient(wrt: str) -> Gradient:
+    def gradient(wrt: Literal["input", "target"]) -> Gradient:
         return lambda g: divergence_api.kl_div_backward(g, x, target, reduction, log_target, wrt)
 
     loss: Array = divergence_api.kl_div(x, target, reduction, log_target)
     return loss, (gradient("input"), gradient("target"))
 
 
-def distillation_loss(student: Array, teacher: Array, temperature: float, indices: Any, reduction: str) -> Result:
+def distillation_loss(
+    student: Array, teacher: Array, temperature: float, indices: Any, reduction: BatchReduction
+) -> Result:
     """The divergence of a teacher from a student."""
     arguments = (student, teacher, temperature, indices, reduction)
     loss: Array = divergence_api.distillation_loss(*arguments)

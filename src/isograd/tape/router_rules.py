@@ -54,7 +54,8 @@ def moe_combine(expert_out: Array, weights: Array, order: Array) -> Result:
 def load_balancing_loss(probabilities: Array, experts: Array, num_experts: int | None) -> Result:
     """The load-balancing loss."""
     loss: Array = router.load_balancing_loss(probabilities, experts, num_experts)
-    shape, dtype = probabilities.shape, probabilities.dtype.name
+    shape: tuple[int, ...] = probabilities.shape
+    dtype: Any = probabilities.dtype.name
     return loss, (lambda g: router.load_balancing_loss_backward(g, experts, shape, dtype),)
 
 

@@ -75,8 +75,10 @@ class Variable:
     def __bool__(self) -> NoReturn:
         raise InvalidProblemError("a tape variable has no truth value; use its `value`")
 
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError("a Variable does not turn into an array, which would lose its gradient; use variable.value")
+    if not TYPE_CHECKING:  # a type checker would take a Variable for an operand of NumPy's own `array @ variable`
+
+        def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+            raise TypeError("a Variable does not turn into an array, which would lose its gradient; use variable.value")
 
     def __add__(self, other: Operand) -> Variable:
         return apply(rules.add, self, other)

@@ -1,7 +1,7 @@
 """Attention in torch's spelling, and with all that `isograd.attention` takes."""
 
 import math
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from isograd.losses.promises import checked_integer
 from isograd.torch.indexing import enter
 from isograd.torch.ops_attention import ATTENTION
 from isograd.torch.tensors import require_dense, require_tensor
+from isograd.typing import Alignment, Layout
 
 _WIDEST = 1 << 62  # wider windows see no more, and the operator's schema holds 64 bits
 
@@ -98,6 +99,40 @@ def _pair(name: str, argument: str, value: Any) -> tuple[Any, Any]:
     return found
 
 
+class _AttentionOptions(TypedDict, total=False):
+    causal: bool
+    window: Window | None
+    alignment: Alignment
+    scale: float | None
+    softcap: float
+    bias: Tensor | None
+    mask: Tensor | None
+    segment_ids: tuple[Tensor, Tensor] | None
+    cu_seqlens: tuple[Tensor, Tensor] | None
+    sinks: Tensor | None
+    dropout_p: float
+    seed: int | None
+    layout: Layout
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_AttentionOptions],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -105,7 +140,7 @@ def attention(
     *,
     causal: bool = False,
     window: Window | None = None,
-    alignment: str = "lower_right",
+    alignment: Alignment = "lower_right",
     scale: float | None = None,
     softcap: float = 0.0,
     bias: Tensor | None = None,

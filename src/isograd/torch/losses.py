@@ -15,6 +15,7 @@ from isograd.torch.ops_divergence import DISTILLATION_LOSS, KL_DIV
 from isograd.torch.ops_linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from isograd.torch.ops_simplex import GUMBEL_SOFTMAX, SPARSEMAX
 from isograd.torch.tensors import checked_index, integer, refuse, require_dense, require_tensor
+from isograd.typing import BatchReduction, Reduction
 
 
 def _is_narrow(tensor: Tensor) -> bool:
@@ -38,7 +39,7 @@ def cross_entropy(
     size_average: None = None,
     ignore_index: int = -100,
     reduce: None = None,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     *,
     z_loss: float = 0.0,
@@ -92,7 +93,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     count: float | None = None,
     chunk: int | None = None,
     preference: str | None = None,
@@ -137,7 +138,7 @@ def kl_div(
     target: Tensor,
     size_average: None = None,
     reduce: None = None,
-    reduction: str = "mean",
+    reduction: BatchReduction = "mean",
     log_target: bool = False,
 ) -> Tensor:
     """`torch.nn.functional.kl_div`: `p (log p - x)` for every element, reduced.
@@ -165,7 +166,7 @@ def distillation_loss(
     teacher: Tensor,
     temperature: float = 1.0,
     indices: Tensor | None = None,
-    reduction: str = "batchmean",
+    reduction: BatchReduction = "batchmean",
 ) -> Tensor:
     """`T^2 Σ_j p_j (log p_j - log q_j)`; arguments, bits and errors as `isograd.distillation_loss`.
 

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from isograd.torch import functional, losses
 from isograd.torch.tensors import refuse
+from isograd.typing import BatchReduction, Reduction
 
 
 class Softmax(torch.nn.Softmax):
@@ -38,7 +39,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         size_average: None = None,
         ignore_index: int = -100,
         reduce: None = None,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
         *,
         z_loss: float = 0.0,
@@ -54,7 +55,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
             target,
             self.weight,
             ignore_index=self.ignore_index,
-            reduction=self.reduction,
+            reduction=self.reduction,  # type: ignore[arg-type]  # torch says str
             label_smoothing=self.label_smoothing,
             z_loss=self.z_loss,
         )
@@ -64,11 +65,20 @@ class KLDivLoss(torch.nn.KLDivLoss):
     """`torch.nn.KLDivLoss` on isograd's kernels. Arguments and errors as `kl_div`."""
 
     def __init__(
-        self, size_average: None = None, reduce: None = None, reduction: str = "mean", log_target: bool = False
+        self,
+        size_average: None = None,
+        reduce: None = None,
+        reduction: BatchReduction = "mean",
+        log_target: bool = False,
     ) -> None:
         refuse("kl_div", None, size_average=size_average, reduce=reduce)
         super().__init__(None, None, reduction, log_target)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:  # noqa: A002
         """Divergence of `target` from the log-probabilities `input`."""
-        return losses.kl_div(input, target, reduction=self.reduction, log_target=self.log_target)
+        return losses.kl_div(
+            input,
+            target,
+            reduction=self.reduction,  # type: ignore[arg-type]  # torch says str
+            log_target=self.log_target,
+        )

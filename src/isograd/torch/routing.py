@@ -18,6 +18,7 @@ from isograd.torch import ops_moe
 from isograd.torch.indexing import enter
 from isograd.torch.ops_router import MOE_ROUTER
 from isograd.torch.tensors import checked_index, integer, require_dense
+from isograd.typing import Scoring
 
 
 class Routing(NamedTuple):
@@ -38,7 +39,7 @@ def moe_router(
     logits: Tensor,
     k: int,
     *,
-    scoring: str = "softmax",
+    scoring: Scoring = "softmax",
     renormalize: bool = False,
     bias: Tensor | None = None,
     groups: int = 1,
