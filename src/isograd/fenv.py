@@ -5,20 +5,23 @@ Flush-to-zero and the rounding mode live in a register that a thread inherits fr
 (round to nearest, subnormals kept, nothing trapped), and restores it.
 """
 
+import ctypes
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from isograd.numerics.numba_compile import kernel
+from isograd.numerics.numba_compile import c_function
 
 _X86 = platform.machine().lower() in ("x86_64", "amd64", "i686")
 # x86: MXCSR with every exception masked. 64-bit Arm: FPCR all zero.
-_DEFAULT = 0x1F80 if _X86 else 0
+DEFAULT = 0x1F80 if _X86 else 0
+# The bits of a mode that say how to compute; MXCSR's lowest six note what has happened.
+SETTINGS = ~0x3F if _X86 else ~0
 
 
 @intrinsic
@@ -53,25 +56,46 @@ def _write_control(typingctx: Any, value: Any) -> Any:
     return types.void(types.int64), generate
 
 
-@kernel
-def enter() -> Any:
-    """Install the default environment and return the one that was in force."""
+@c_function(types.int64())
+def _current():
+    return _read_control()
+
+
+@c_function(types.int64())
+def _enter():
     previous = _read_control()
-    _write_control(_DEFAULT)
+    _write_control(DEFAULT)
     return previous
 
 
-@kernel
-def leave(previous: Any) -> None:
-    """Restore an environment that `enter` returned."""
-    _write_control(previous)
+@c_function(types.void(types.int64))
+def _leave(mode):
+    _write_control(mode)
 
 
-@contextmanager
-def default_environment() -> Iterator[None]:
-    """Run a block under IEEE 754's default floating-point environment."""
-    previous = enter()
-    try:
-        yield
-    finally:
-        leave(previous)
+# Each is one call into C, which no interrupt divides.
+_control = ctypes.c_int64
+# The environment that is in force.
+current = ctypes.PYFUNCTYPE(_control)(_current)
+# Install the default environment; returns the one that was in force.
+enter = ctypes.PYFUNCTYPE(_control)(_enter)
+# Restore an environment.
+leave = ctypes.PYFUNCTYPE(None, _control)(_leave)
+# The same as the end of a `with` block, which is handed three arguments; a C function leaves them alone.
+_exit = ctypes.PYFUNCTYPE(None, _control, *[ctypes.py_object] * 3)(_leave)
+
+
+class default_environment:  # noqa: N801 - used like a function
+    """Run a block under IEEE 754's default floating-point environment.
+
+    Entering and leaving are calls into C. A method in Python may be interrupted before its first line has run, and the
+    environment would stay.
+    """
+
+    __slots__ = ("_leave",)
+
+    def __init__(self) -> None:
+        self._leave = partial(_exit, current())
+
+    __enter__ = staticmethod(enter)
+    __exit__ = property(attrgetter("_leave"))

@@ -3,12 +3,25 @@
 import contextlib
 import functools
 import hashlib
+import os
+import pickle
+import threading
+import uuid
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import llvmlite
 import numba
+from llvmlite.binding import ffi
+from numba.core import sigutils
 from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.serialize import dumps
+
+from isograd import compilation, stacks
 
 # What only compiled code calls needs no way in from Python or C, which take a tenth of the time of compiling.
 _INTERNAL: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
@@ -18,6 +31,7 @@ INLINED: dict[str, Any] = {"forceinline": True} | _INTERNAL
 _OPTIONS: dict[str, Any] = {"fastmath": False, "error_model": "numpy", "boundscheck": False, "nogil": True}
 
 
+# --- the cache on disk -----------------------------------------------------------------------------------------------
 @functools.cache
 def _source_digest() -> str:
     """Identify the sources that kernels are made of.
@@ -33,11 +47,98 @@ def _source_digest() -> str:
     return digest.hexdigest()
 
 
+_warned = False
+
+
+def _warn(problem: str, folder: str) -> None:
+    """Warn, once in a process, that the cache does not serve; kernels are compiled instead."""
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"isograd's kernel cache in {folder}: {problem}; compiling instead. Results are not concerned",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+_DIGEST = hashlib.sha256().digest_size
+
+
 class _KernelCache(FunctionCache):
-    def _index_key(self, sig: Any, codegen: Any) -> Any:
-        return (*super()._index_key(sig, codegen), _source_digest())
+    """One file for each signature and processor: a checksum, the digest of what was compiled, and the machine code.
+
+    Numba's own cache unpickles whatever its files hold, and two processes that save at once may leave an index that
+    leads to the code of another signature. Here nothing is unpickled before its checksum was found right.
+    """
+
+    def _entry(self, sig: Any, codegen: Any) -> tuple[str, bytes]:
+        """The path of a signature's file, and the digest of what its code is made from."""
+        signature, processor, _ = key = self._index_key(sig, codegen)
+        name = hashlib.sha256(repr((signature, processor)).encode()).hexdigest()[:16]
+        made_from = key, self._impl.locator.get_source_stamp(), _source_digest(), numba.__version__, llvmlite.__version__
+        path = os.path.join(self._cache_path, f"{self._impl.filename_base}.{name}.nbc")
+        return path, hashlib.sha256(repr(made_from).encode()).digest()
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        target_context.refresh()
+        found = self._load(*self._entry(sig, target_context.codegen()))
+        if found is None:
+            compilation.begin("CPU", self._cache_path)
+            return None
+        return self._impl.rebuild(target_context, found)
+
+    def _load(self, path: str, made_from: bytes) -> Any:
+        try:
+            content = Path(path).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            _warn(f"{os.path.basename(path)} cannot be read ({error.strerror})", self._cache_path)
+            return None
+        if hashlib.sha256(content[_DIGEST:]).digest() != content[:_DIGEST]:
+            _warn(f"{os.path.basename(path)} is damaged", self._cache_path)
+            return None
+        if content[_DIGEST : 2 * _DIGEST] != made_from:
+            return None
+        return pickle.loads(content[2 * _DIGEST :])
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        compilation.end("CPU", self._cache_path)
+        if not self._impl.check_cachable(data):
+            return
+        path, made_from = self._entry(sig, data.codegen)
+        body = made_from + dumps(self._impl.reduce(data))
+        # Under a name of its own first: readers and other writers see a whole file or none.
+        unfinished = f"{path}.{uuid.uuid4().hex[:16]}.tmp"
+        try:
+            self._impl.locator.ensure_cache_path()
+            Path(unfinished).write_bytes(hashlib.sha256(body).digest() + body)
+            os.replace(unfinished, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(unfinished)
+            _warn(f"{os.path.basename(path)} cannot be written ({error.strerror})", self._cache_path)
 
 
+class _NoCache(numba.core.caching.NullCache):
+    """What stands for the cache where no folder can be written."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> None:
+        compilation.begin("CPU", None)
+
+    def save_overload(self, sig: Any, cres: Any) -> None:
+        compilation.end("CPU", None)
+
+
+def _cache_for(function: Callable[..., Any]) -> Any:
+    try:
+        return _KernelCache(function)
+    except RuntimeError:  # Numba found no folder to write to
+        return _NoCache()
+
+
+# --- compiling -------------------------------------------------------------------------------------------------------
 def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function that kernels call; it is always inlined."""
     return numba.njit(**_OPTIONS, **INLINED)(function)
@@ -55,6 +156,61 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     (`NUMBA_CACHE_DIR` overrides both). Without any writable folder the kernel is compiled in every process.
     """
     dispatcher = numba.njit(no_cfunc_wrapper=True, **_OPTIONS)(function)
-    with contextlib.suppress(RuntimeError):  # Numba found no folder to write to
-        dispatcher._cache = _KernelCache(function)
+    dispatcher._cache = _cache_for(function)
+    compile_for = dispatcher._compile_for_args
+
+    def compile_elsewhere(*arguments: Any) -> Any:
+        # Numba and llvmlite take their locks in Python code, where an interrupt leaves them locked, and compile deep
+        # in the stack. No interrupt reaches another thread than the main one.
+        if not stacks.roomy() or threading.current_thread() is threading.main_thread():
+            folder = dispatcher._cache.cache_path
+            return stacks.call(compile_for, *arguments, meanwhile=lambda: compilation.tell("CPU", folder))
+        return compile_for(*arguments)
+
+    dispatcher._compile_for_args = compile_elsewhere  # what the dispatcher calls for a signature that it lacks
     return dispatcher
+
+
+def c_function(signature: Any) -> Callable[[Callable[..., Any]], int]:
+    """Compile a C function at once, keep it on disk as kernels are, and return its address."""
+
+    def compile_now(function: Callable[..., Any]) -> int:
+        made = CFunc(function, sigutils.normalize_signature(signature), locals={}, options=dict(_OPTIONS))
+        made._cache = _cache_for(function)
+        made.compile()
+        address: int = made.address
+        _made.append(made)  # the memory that the address leads to
+        return address
+
+    return compile_now
+
+
+_made: list[CFunc] = []
+
+# --- forks -----------------------------------------------------------------------------------------------------------
+# A child has only the thread that forked: a lock that another one held would stay locked, and what it was changing
+# half changed. So a fork waits until nobody compiles.
+_locks = global_compiler_lock, ffi.lib._lock
+_held: list[Any] = []
+
+
+def _hold() -> None:
+    for owner in _locks:
+        owner._lock.acquire()
+        _held.append(owner)
+
+
+def _release() -> None:
+    while _held:
+        _held.pop()._lock.release()
+
+
+def _release_in_child() -> None:
+    for owner in _locks:
+        if owner not in _held:  # the wait was interrupted
+            owner._lock = threading.RLock()
+    _release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_release_in_child)
