@@ -12,9 +12,11 @@ compiled every kernel, so nothing is compiled during capture.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -28,9 +30,8 @@ from isograd.errors import DeviceMismatchError, InvalidProblemError, RecordingEr
 if TYPE_CHECKING:
     from isograd.plan import Plan
 
-# Open recordings in all threads: a look at this number keeps calls outside any recording fast.
-recordings = 0
-_lock = threading.Lock()
+# Open recordings in all threads: a look at whether there are any keeps calls outside fast.
+recordings: set[Encoder] = set()
 _local = threading.local()
 
 Placement = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -39,14 +40,31 @@ Placement = tuple[int, tuple[int, ...], tuple[int, ...]]
 def current() -> Encoder | None:
     """The recording that is open in this thread."""
     encoder: Encoder | None = getattr(_local, "encoder", None)
+    if encoder is not None and encoder.was_left():
+        encoder.close()
+        return None
     return encoder
 
 
-def _open(encoder: Encoder | None) -> None:
-    global recordings
-    with _lock:
-        recordings += 1 if encoder is not None else -1
-    _local.encoder = encoder
+class _BlockEnd:
+    """A method that ends a `with` block, and a way to know that the block was left without it.
+
+    An interrupt may come as the method is called, before its first line. The interpreter holds what it is going to
+    call for as long as the block runs, and nobody else does: the weak reference `block` dies with the block.
+    """
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        self._method = method
+
+    def __get__(self, instance: Any, owner: type) -> Callable[..., None]:
+        if instance is None:
+            return self  # contextlib.ExitStack calls it with the instance
+        end = functools.partial(self._method, instance)
+        instance.block = weakref.ref(end)
+        return end
+
+    def __call__(self, *arguments: Any) -> None:
+        self._method(*arguments)
 
 
 class _Launch(NamedTuple):
@@ -87,6 +105,7 @@ class Encoder:
         self._read: dict[Placement, tuple[str, Any]] = {}
         self._guard: Any = None
         self._graph: Any = None
+        self.block: weakref.ref[Any] | None = None
 
     def __enter__(self) -> Self:
         if current() is not None:
@@ -99,25 +118,46 @@ class Encoder:
             self._guard = PendingGuard()
             self._guard.__enter__()
         self._state = "open"
-        _open(self)
+        try:
+            recordings.add(self)
+            _local.encoder = self
+        except BaseException:
+            self.close()
+            raise
         return self
 
-    def __exit__(
+    def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._state != "open" or current() is not self:
             raise RecordingError(f"Encoder: its block is left while it is {self._state}; use one `with` statement")
-        _open(None)
-        if self._guard is not None:
-            self._guard.__exit__(kind, error, trace)
-        self._state = "discarded"
+        launches = self._launches
+        try:
+            if self._guard is not None:
+                self._guard.__exit__(kind, error, trace)
+        finally:
+            self.close()
         if kind is None:
+            self._launches = launches
             self._require_arguments()
             self._run()
             self._state = "submitted"
-        else:
-            self._launches.clear()
-        self._guard = None
+
+    __exit__ = _BlockEnd(_leave)
+
+    def was_left(self) -> bool:
+        """Whether an interrupt has ended the block before the encoder could."""
+        return self.block is not None and self.block() is None
+
+    def close(self) -> None:
+        """Record no more, and forget what was recorded."""
+        self._state = "discarded"
+        self._launches = []
+        if self._guard is not None:
+            self._guard.suspended = True  # where it could not be taken off torch's stack
+            self._guard = None
+        recordings.discard(self)
+        _local.encoder = None
 
     def __len__(self) -> int:
         return len(self._launches)

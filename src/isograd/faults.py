@@ -24,7 +24,7 @@ class _Source(NamedTuple):
     negative: bool
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler or a finalizer may call the library while it is held
 _sources: list[_Source] = []
 _flags: dict[tuple[str, int | None], torch.Tensor] = {}
 _debugging = False
@@ -58,7 +58,7 @@ def _new_flag(device: torch.device, key: tuple[str, int | None]) -> torch.Tensor
         if key in _flags:
             return _flags[key]
         if device.type != "cuda":  # one stream, or none
-            _flags[key] = torch.zeros(4, dtype=torch.int64, device=device)
+            made = torch.zeros(4, dtype=torch.int64, device=device)
         else:
             if torch.cuda.is_current_stream_capturing():
                 raise RecordingError(
@@ -67,9 +67,9 @@ def _new_flag(device: torch.device, key: tuple[str, int | None]) -> torch.Tensor
             # On a stream of its own, which is waited for: no other stream may meet the flag before its zeros.
             stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
-                _flags[key] = torch.zeros(4, dtype=torch.int64, device=device)
+                made = torch.zeros(4, dtype=torch.int64, device=device)
             stream.synchronize()
-        return _flags[key]
+        return _flags.setdefault(key, made)
 
 
 def after_launch(device: torch.device) -> None:

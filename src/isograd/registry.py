@@ -10,6 +10,7 @@ The kernel with the highest priority that does not reject a descriptor is chosen
 from __future__ import annotations
 
 import importlib
+import itertools
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -54,7 +55,10 @@ _FAMILIES = (
     "isograd.attention.metal",
     "isograd.attention.mlx",
 )
-_entries: list[Entry] = []
+# By operation, device, dtype and name: the entry and its place in the order of registration.
+_entries: dict[tuple[str, str, str, str], tuple[int, Entry]] = {}
+_numbers = itertools.count()
+# Held over no call: a signal handler or a finalizer that comes here too would wait for its own thread.
 _lock = threading.Lock()
 _generation = 0
 _preferred: tuple[str, ...] = ()
@@ -76,24 +80,23 @@ def register_kernel(operation: str, device: str, dtype: str, kernel: Kernel, *, 
         raise InvalidProblemError(f"register_kernel: priority is {priority!r}; expected an integer")
     entry = Entry(operation, device, dtype, kernel, priority)
     global _generation
+    number = next(_numbers)
     with _lock:
-        others = [e for e in _entries if (*e[:3], e.kernel.name) != (*entry[:3], kernel.name)]
-        # In one step: readers take no lock, and a list looks empty while it is sorted in place.
-        _entries[:] = sorted([*others, entry], key=lambda e: -e.priority)
+        _entries[operation, device, dtype, kernel.name] = number, entry
         _generation += 1
 
 
 def unregister_kernel(operation: str, device: str, dtype: str, name: str) -> None:
     """Take a kernel out again."""
     global _generation
-    with _lock:
-        remaining = [e for e in _entries if (*e[:3], e.kernel.name) != (operation, device, dtype, name)]
-        if len(remaining) == len(_entries):
-            raise InvalidProblemError(
-                f"unregister_kernel: no kernel {name!r} is registered for {operation} on {device} in {dtype}"
-            )
-        _entries[:] = remaining
-        _generation += 1
+    try:
+        with _lock:
+            del _entries[operation, device, dtype, name]
+            _generation += 1
+    except KeyError:
+        raise InvalidProblemError(
+            f"unregister_kernel: no kernel {name!r} is registered for {operation} on {device} in {dtype}"
+        ) from None
 
 
 def prefer(*names: str) -> tuple[str, ...]:
@@ -127,7 +130,13 @@ def kernels() -> list[Entry]:
     for family in _FAMILIES:
         importlib.import_module(family)
     first = _preferred
-    return sorted(_entries, key=lambda e: first.index(e.kernel.name) if e.kernel.name in first else len(first))
+
+    def order(numbered: tuple[int, Entry]) -> tuple[int, int, int]:
+        number, entry = numbered
+        name = entry.kernel.name
+        return first.index(name) if name in first else len(first), -entry.priority, number
+
+    return [entry for _, entry in sorted(_entries.values(), key=order)]
 
 
 def find_kernel(descriptor: Descriptor, device: str, preference: str | None) -> Any:

@@ -201,7 +201,7 @@ class Report:
         )
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler or a finalizer may call torch while it is held
 # Errors after which torch computes the call, or raises an error of its own for it.
 _NOT_SERVED = (UnsupportedError, InvalidProblemError, IndexOutOfRangeError, DeviceMismatchError, TypeError)
 
@@ -216,7 +216,8 @@ class Switch(TorchFunctionMode):
     def report(self) -> Report:
         """The calls so far, over every block that this switch was used for."""
         with _lock:
-            return Report(tuple(Line(*key, count) for key, count in self._counts.items()))
+            counts = list(self._counts.items())
+        return Report(tuple([Line(*key, count) for key, count in counts]))
 
     def _count(self, function: str, replaced: bool, reason: str = "") -> None:
         if torch.compiler.is_compiling():
