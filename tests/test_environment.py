@@ -7,8 +7,10 @@ import functools
 import hashlib
 import os
 import platform
+import sys
 import textwrap
 import threading
+import types
 
 import ml_dtypes
 import numpy as np
@@ -241,23 +243,41 @@ def test_sixteen_threads_at_once():
     assert wrong == []
 
 
-@pytest.mark.usefixtures("restore_threads")
-def test_number_of_threads(monkeypatch):
-    for text, number in (("3", 3), ("1", 1), ("007", 7)):
+@pytest.fixture
+def unset_threads(restore_threads, monkeypatch):
+    """A function that forgets the number of threads, as in a new process without torch, and sets variables."""
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+
+    def forget(**variables):
         monkeypatch.setattr(parallel, "_threads", None)
-        monkeypatch.setenv("ISOGRAD_NUM_THREADS", text)
+        monkeypatch.setattr(parallel, "_configured", False)
+        parallel._without_torch.cache_clear()
+        for name in ("ISOGRAD_NUM_THREADS", "OMP_NUM_THREADS"):
+            if variables.get(name) is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, variables[name])
+
+    yield forget
+    parallel._without_torch.cache_clear()
+
+
+def test_number_of_threads(unset_threads, monkeypatch):
+    monkeypatch.setattr(parallel, "_usable_cores", lambda: 11)
+    for text, number in (("3", 3), ("1", 1), ("007", 7)):
+        unset_threads(ISOGRAD_NUM_THREADS=text, OMP_NUM_THREADS="5")
         assert ig.get_num_threads() == number
     for text in ("0", "-1", "two", "1.5", " 2", "²"):
-        monkeypatch.setattr(parallel, "_threads", None)
-        monkeypatch.setenv("ISOGRAD_NUM_THREADS", text)
-        with pytest.raises(ig.InvalidProblemError, match=r"ISOGRAD_NUM_THREADS: got .*; expected a positive integer"):
-            ig.get_num_threads()
-    for text in ("", None):
-        monkeypatch.setattr(parallel, "_threads", None)
-        monkeypatch.delenv("ISOGRAD_NUM_THREADS") if text is None else monkeypatch.setenv("ISOGRAD_NUM_THREADS", text)
-        assert ig.get_num_threads() == len(
-            os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
-        )
+        unset_threads(ISOGRAD_NUM_THREADS=text)
+        for _ in range(2):
+            with pytest.raises(
+                ig.InvalidProblemError, match=r"ISOGRAD_NUM_THREADS: got .*; expected a positive integer"
+            ):
+                ig.get_num_threads()
+    for text, number in (("5", 5), (" 4 , 2", 4), ("0", 11), ("many", 11), ("", 11), (None, 11)):
+        for unset in ("", None):
+            unset_threads(ISOGRAD_NUM_THREADS=unset, OMP_NUM_THREADS=text)
+            assert ig.get_num_threads() == number
     ig.set_num_threads(4)
     assert ig.get_num_threads() == 4
     for wrong in (0, -2, 1.0, True, "2", None):
@@ -266,6 +286,39 @@ def test_number_of_threads(monkeypatch):
         ):
             ig.set_num_threads(wrong)
     assert ig.get_num_threads() == 4
+
+
+def test_number_of_threads_follows_torch(unset_threads, monkeypatch):
+    unset_threads(OMP_NUM_THREADS="5")
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    assert ig.get_num_threads() == 5  # torch is being imported
+    numbers = iter((3, 1))
+    monkeypatch.setattr(sys.modules["torch"], "get_num_threads", lambda: next(numbers), raising=False)
+    assert [ig.get_num_threads(), ig.get_num_threads()] == [3, 1]  # as in a worker of a data loader
+    ig.set_num_threads(2)
+    assert ig.get_num_threads() == 2
+    unset_threads(ISOGRAD_NUM_THREADS="6")
+    assert ig.get_num_threads() == 6
+
+
+def test_number_of_usable_cores(tmp_path):
+    def granted(membership, **files):
+        for name, text in files.items():
+            path = tmp_path / name.replace("__", "/").replace("_DOT_", ".")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return parallel._control_groups(tmp_path, membership)
+
+    assert granted("0::/pod/box\n") == []
+    assert granted("0::/pod/box\n", pod__cpu_DOT_max="max 100000\n") == []
+    assert granted("0::/pod/box\n", pod__cpu_DOT_max="350000 100000\n", cpu_DOT_max="800000 100000\n") == [4, 8]
+    assert granted("0::/pod/box\n", pod__box__cpu_DOT_max="50000 100000\n") == [1, 4, 8]
+    quota, period = "cpu__a__cpu_DOT_cfs_quota_us", "cpu__a__cpu_DOT_cfs_period_us"
+    lines = "4:memory:/a\n3:cpu,cpuacct:/a\n1:name=systemd:/a\n"
+    assert granted(lines, **{quota: "-1\n", period: "100000\n"}) == []
+    assert granted(lines, **{quota: "250000\n"}) == [3]
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert 1 <= parallel._usable_cores() <= affinity
 
 
 @pytest.mark.usefixtures("two_threads")

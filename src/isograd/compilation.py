@@ -35,10 +35,11 @@ def end(kind: str, folder: str | None) -> None:
 
 def add(seconds: float, kind: str, folder: str | None) -> None:
     """A compilation of so many seconds is done."""
-    global _seconds
+    global _seconds, _since
     begin(kind, folder)
     _seconds += seconds
-    end(kind, folder)
+    _since = None
+    tell(kind, folder)
 
 
 def tell(kind: str, folder: str | None) -> None:

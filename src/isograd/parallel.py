@@ -24,6 +24,7 @@ from typing import Any
 
 from isograd import fenv, gate, stacks
 from isograd.errors import InvalidProblemError, IsogradError
+from isograd.numerics.numba_compile import owns_compiler
 
 # --- how many --------------------------------------------------------------------------------------------------------
 _threads: int | None = None
@@ -133,7 +134,8 @@ def for_ranges(function: Callable[..., Any], count: int, grain: int, *arguments:
         stacks.call(for_ranges, function, count, grain, *arguments)
         return
     threads = 1 if count <= grain else min(get_num_threads(), -(-count // grain))
-    if threads <= 1:
+    # A pool thread may have to compile, and its caller waits for it.
+    if threads <= 1 or owns_compiler():
         previous = fenv.current()
         try:
             if previous & fenv.SETTINGS != fenv.DEFAULT:

@@ -5,14 +5,18 @@ keeps a `Launcher` for every kernel of a problem, under a key of everything that
 so); then a launch costs a dictionary look-up and the driver's call. Tensors on the CPU go to Triton's interpreter.
 """
 
+import contextlib
 import contextvars
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
+
+from isograd import compilation
 
 kept = functools.lru_cache(maxsize=4096)
 
@@ -51,6 +55,25 @@ def _with_scratch(run: Callable[..., None]) -> Callable[..., None]:
         context.run(run, *arguments)
 
     return launch_with_scratch
+
+
+@contextlib.contextmanager
+def compilation_told() -> Iterator[None]:
+    """Say what is compiled in the block, and not what Triton finds on disk; a listener of the user's hears it too."""
+    knobs, began = triton.knobs.compilation, time.monotonic()
+    before = knobs.listener
+
+    def listen(*, cache_hit: bool, **details: Any) -> None:
+        if not cache_hit:
+            compilation.add(time.monotonic() - began, "GPU", triton.knobs.cache.dir)
+        if before is not None:
+            before(cache_hit=cache_hit, **details)
+
+    try:
+        knobs.listener = listen
+        yield
+    finally:
+        knobs.listener = before
 
 
 class Launcher:
@@ -103,7 +126,8 @@ class Launcher:
         with torch.cuda.device(tensors[0].device):
             options = self._specification.options
             shown = self.described(tensors)
-            compiled = self._kernel.warmup(*shown, *numbers, *tail, grid=(programs,), **options)
+            with compilation_told():
+                compiled = self._kernel.warmup(*shown, *numbers, *tail, grid=(programs,), **options)
             run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
             if getattr(compiled.metadata, "global_scratch_size", 0):
                 run = _with_scratch(run)

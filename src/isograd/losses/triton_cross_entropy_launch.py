@@ -17,7 +17,7 @@ from isograd.losses.cross_entropy_plans import CrossEntropyDescriptor, _CrossEnt
 from isograd.numerics.constants import SHORT_ROW
 from isograd.reduction import cuda as reduction
 from isograd.softmax.triton_launch import Configuration, clustered, configuration, resident
-from isograd.triton_launcher import Rows, Specification, architecture, c_strides, launch, rows
+from isograd.triton_launcher import Rows, Specification, architecture, c_strides, compilation_told, launch, rows
 
 _INT32_ROW = 1 << 17
 
@@ -222,7 +222,8 @@ def _prepare(problem: _Staged, tensors: Sequence[torch.Tensor]) -> Callable[...,
     from isograd.losses.gluon_cross_entropy import gradient_staged
 
     tail = problem.tail
-    compiled = gradient_staged.warmup(*tensors, *tail, grid=(problem.n_rows,), **problem.options)
+    with compilation_told():
+        compiled = gradient_staged.warmup(*tensors, *tail, grid=(problem.n_rows,), **problem.options)
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     size = min(problem.n_rows, resident(compiled, problem.config))
 

@@ -149,6 +149,12 @@ def subroutine(function: Callable[..., Any]) -> Callable[..., Any]:
     return numba.njit(**_OPTIONS, **_INTERNAL)(function)
 
 
+def owns_compiler() -> bool:
+    """Whether this thread is compiling, so that another one could not: in a signal handler, say."""
+    owned: bool = global_compiler_lock.is_locked()
+    return owned
+
+
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a kernel and keep the machine code on disk.
 
@@ -162,10 +168,11 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     def compile_elsewhere(*arguments: Any) -> Any:
         # Numba and llvmlite take their locks in Python code, where an interrupt leaves them locked, and compile deep
         # in the stack. No interrupt reaches another thread than the main one.
-        if not stacks.roomy() or threading.current_thread() is threading.main_thread():
-            folder = dispatcher._cache.cache_path
-            return stacks.call(compile_for, *arguments, meanwhile=lambda: compilation.tell("CPU", folder))
-        return compile_for(*arguments)
+        here = stacks.roomy() and threading.current_thread() is not threading.main_thread()
+        if here or owns_compiler():
+            return compile_for(*arguments)
+        folder = dispatcher._cache.cache_path
+        return stacks.call(compile_for, *arguments, meanwhile=lambda: compilation.tell("CPU", folder))
 
     dispatcher._compile_for_args = compile_elsewhere  # what the dispatcher calls for a signature that it lacks
     return dispatcher

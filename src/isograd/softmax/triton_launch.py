@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from isograd.numerics.constants import SHORT_ROW
+from isograd.triton_launcher import compilation_told
 
 FORWARD = ("softmax", "log_softmax")
 Kernels = Mapping[tuple[str, str], Any]  # (direction, variant)
@@ -367,7 +368,7 @@ def _prepare(
 ) -> Callable[..., None]:
     """Compile and load the kernel of a problem; what comes back takes the stream and the addresses."""
     kernel, tail, size, options, config = specify(kernels, op, tensors, axis, config)
-    with torch.cuda.device(tensors[0].device):
+    with torch.cuda.device(tensors[0].device), compilation_told():
         compiled = kernel.warmup(*tensors, *tail, grid=(size,), **options)
         run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
         if config.variant in ("staged", "piped"):
