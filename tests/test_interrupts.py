@@ -102,7 +102,7 @@ def test_handlers_that_call_the_library(run_python, seconds):
 
 
 def test_interrupts_at_every_step(run_python):
-    # At the beginning of every Python function, and after every call of one in C: where the interpreter looks for signals.
+    # At the beginning of every Python function and after every call into C: where the interpreter looks for signals.
     code = """
     UPWARD = 0x5F80 if os.uname().machine == "x86_64" else 1 << 22
     usual, main = fenv.current(), threading.get_ident()

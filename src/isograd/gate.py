@@ -17,6 +17,8 @@ from isograd.numerics.numba_compile import c_function
 CLOSED = 1 << 40  # added to the count: nobody enters any more
 
 _pause = types.ExternalFunction("usleep", types.int32(types.uint32))
+_release_gil = types.ExternalFunction("PyEval_SaveThread", types.voidptr())
+_take_gil = types.ExternalFunction("PyEval_RestoreThread", types.void(types.voidptr))
 
 
 def _word(builder: Any, address: Any) -> Any:
@@ -59,12 +61,15 @@ def _drain(address):
         old = _read(address)
         if old >= CLOSED or _replace(address, old, old + CLOSED):
             break
-    while _read(address) > CLOSED:
-        _pause(np.uint32(50))
+    if _read(address) > CLOSED:
+        state = _release_gil()
+        while _read(address) > CLOSED:
+            _pause(np.uint32(50))
+        _take_gil(state)
 
 
-# Called with the GIL held, since they take no time: change(address, amount) adds 1, -1 or CLOSED to the count and
-# returns what it was; a count that is closed stays as it is unless it falls.
+# change(address, amount) adds 1, -1 or CLOSED to the count and returns what it was; a count that is closed stays as it
+# is unless it falls.
 change = ctypes.PYFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(_change)
-# Called without it: drain(address) closes the count and waits until nobody is inside.
-drain = ctypes.CFUNCTYPE(None, ctypes.c_int64)(_drain)
+# drain(address) closes the count and waits until nobody is inside, without the GIL.
+drain = ctypes.PYFUNCTYPE(None, ctypes.c_int64)(_drain)

@@ -130,19 +130,21 @@ def for_ranges(function: Callable[..., Any], count: int, grain: int, *arguments:
     Every chunk runs under the default floating-point environment. An exception, KeyboardInterrupt included, stops
     the remaining chunks, waits for the running ones, and is raised.
     """
-    if not stacks.roomy():
+    if not (stacks.known.roomy or stacks.roomy()):
         stacks.call(for_ranges, function, count, grain, *arguments)
         return
     threads = 1 if count <= grain else min(get_num_threads(), -(-count // grain))
     # A pool thread may have to compile, and its caller waits for it.
     if threads <= 1 or owns_compiler():
         previous = fenv.current()
+        other = previous & fenv.SETTINGS != fenv.DEFAULT
         try:
-            if previous & fenv.SETTINGS != fenv.DEFAULT:
+            if other:
                 fenv.enter()
             function(*arguments, 0, count)
         finally:
-            fenv.leave(previous)
+            if other:
+                fenv.leave(previous)
         return
     task = _Task(function, count, grain, arguments, sys._getframe(1))
     try:
@@ -165,14 +167,15 @@ class _Task:
     """
 
     __slots__ = (
-        "_arguments", "_count", "_done", "_function", "_grain", "_inside", "_starts", "error", "inside", "owner", "queue",
-        "stopped",
+        "_arguments", "_count", "_done", "_function", "_grain", "_inside", "_starts", "error", "inside", "owner",
+        "queue", "stopped",
     )  # fmt: skip
 
     def __init__(
         self, function: Callable[..., Any], count: int, grain: int, arguments: tuple[Any, ...], owner: FrameType
     ) -> None:
-        self._function, self._arguments, self.owner = function, arguments, owner
+        self._function, self._arguments = function, arguments
+        self.owner: FrameType | None = owner
         self._count, self._grain, self._starts = count, grain, itertools.count(0, grain)
         self._inside = ctypes.c_int64()
         self.inside = ctypes.addressof(self._inside)
@@ -187,12 +190,15 @@ class _Task:
         function, arguments, grain, count = self._function, self._arguments, self._grain, self._count
         starts = self._starts
         previous = fenv.current()
+        other = previous & fenv.SETTINGS != fenv.DEFAULT
         try:
-            fenv.enter()
+            if other:
+                fenv.enter()
             while not self.stopped and (start := next(starts)) < count:
                 function(*arguments, start, min(start + grain, count))
         finally:
-            fenv.leave(previous)
+            if other:
+                fenv.leave(previous)
 
     def help(self) -> None:
         """Run chunks in a thread of the pool, unless the call is over."""

@@ -6,6 +6,7 @@ with less than `LEAST` is done in one of them.
 """
 
 import _thread
+import atexit
 import ctypes
 import sys
 import threading
@@ -22,7 +23,7 @@ class _Known(threading.local):
     roomy: bool | None = None
 
 
-_known = _Known()
+known = _Known()  # of this thread
 
 
 def _stack_bytes() -> int:
@@ -44,11 +45,10 @@ def _stack_bytes() -> int:
 
 def roomy() -> bool:
     """Whether this thread's stack has room for kernels and their compiler."""
-    known = _known.roomy
-    if known is None:
+    if known.roomy is None:
         main = threading.get_ident() == threading.main_thread().ident
-        known = _known.roomy = main or _stack_bytes() >= LEAST
-    return known
+        known.roomy = main or _stack_bytes() >= LEAST
+    return known.roomy
 
 
 def start(function: Callable[..., None], *arguments: Any) -> None:
@@ -57,14 +57,14 @@ def start(function: Callable[..., None], *arguments: Any) -> None:
     Unlike `threading.Thread` it holds no lock that an interrupt could leave locked.
     """
     before: list[int] = []
-    steps = (
+    steps: tuple[Callable[[], Any], ...] = (
         partial(before.extend, map(_thread.stack_size, (STACK,))),
         partial(_thread.start_new_thread, function, arguments),
         partial(list, map(_thread.stack_size, before)),
     )
     # All of it in one call into C: no other thread runs, and no interrupt comes, while the size is another.
     try:
-        list(map(apply, steps))
+        list(map(apply, steps))  # type: ignore[arg-type]
     except BaseException:
         if before:
             _thread.stack_size(before[0])
@@ -77,7 +77,18 @@ def _report(function: Callable[..., Any], arguments: tuple[Any, ...], outcome: l
     except BaseException as error:
         outcome[:] = None, error
     finally:
+        _unfinished.discard(done)
         done.release()
+
+
+# Of calls under way. The process ends after them: a compiler that runs on while its memory is torn down would crash.
+_unfinished: set[Any] = set()
+
+
+@atexit.register
+def _finish() -> None:
+    for done in list(_unfinished):
+        done.acquire()
 
 
 def call(function: Callable[..., Any], *arguments: Any, meanwhile: Callable[[], None] | None = None) -> Any:
@@ -89,7 +100,12 @@ def call(function: Callable[..., Any], *arguments: Any, meanwhile: Callable[[], 
     outcome: list[Any] = []
     done = _thread.allocate_lock()
     done.acquire()
-    start(_report, function, arguments, outcome, done)
+    _unfinished.add(done)
+    try:
+        start(_report, function, arguments, outcome, done)
+    except RuntimeError:
+        _unfinished.discard(done)
+        raise
     while not done.acquire(timeout=0.5):
         if meanwhile is not None:
             meanwhile()

@@ -76,7 +76,13 @@ class _KernelCache(FunctionCache):
         """The path of a signature's file, and the digest of what its code is made from."""
         signature, processor, _ = key = self._index_key(sig, codegen)
         name = hashlib.sha256(repr((signature, processor)).encode()).hexdigest()[:16]
-        made_from = key, self._impl.locator.get_source_stamp(), _source_digest(), numba.__version__, llvmlite.__version__
+        made_from = (
+            key,
+            self._impl.locator.get_source_stamp(),
+            _source_digest(),
+            numba.__version__,
+            llvmlite.__version__,
+        )
         path = os.path.join(self._cache_path, f"{self._impl.filename_base}.{name}.nbc")
         return path, hashlib.sha256(repr(made_from).encode()).digest()
 
