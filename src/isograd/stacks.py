@@ -64,7 +64,7 @@ def start(function: Callable[..., None], *arguments: Any) -> None:
     )
     # All of it in one call into C: no other thread runs, and no interrupt comes, while the size is another.
     try:
-        list(map(apply, steps))  # type: ignore[arg-type]
+        list(map(apply, steps))
     except BaseException:
         if before:
             _thread.stack_size(before[0])
