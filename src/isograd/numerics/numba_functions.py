@@ -75,14 +75,18 @@ def _expm1_below(d):
         def expm1_32(d):
             s, t, z = exp_parts_32(_F32(c.EXPM1_FLOOR) if d < _F32(c.EXPM1_FLOOR) else d)
             scale = pow2_32(np.int32(as_int(z) - _MAGIC_BITS_32))
-            return (s * scale - _F32(1)) + t * scale
+            b = s * scale
+            y = b - _F32(1)
+            return y + ((b - (y + _F32(1))) + t * scale)
 
         return expm1_32
 
     def expm1_64(d):
         s, t, z = exp_parts_64(_F64(c.EXPM1_FLOOR) if d < _F64(c.EXPM1_FLOOR) else d)
         scale = pow2_64(as_int(z) - _MAGIC_BITS_64)
-        return (s * scale - _F64(1)) + t * scale
+        b = s * scale
+        y = b - _F64(1)
+        return y + ((b - (y + _F64(1))) + t * scale)
 
     return expm1_64
 

@@ -261,7 +261,9 @@ def expm1_below(d: Floats) -> Floats:
     with np.errstate(all="ignore"):
         s, t, k = _exp_parts(np.where(d > of(c.EXPM1_FLOOR), d, of(c.EXPM1_FLOOR)))
         scale = pow2(k, form)
-        y = (s * scale - of(1)) + t * scale
+        b = s * scale
+        y = b - of(1)
+        y = y + ((b - (y + of(1))) + t * scale)
     return np.where(np.isnan(d), of(np.nan), y)
 
 

@@ -1,7 +1,7 @@
 """Reverse-mode differentiation for plain arrays.
 
-`rules.py` has the operations on arrays and `gather_rules.py` those of the gather family, `variable.py` the values and
-how an operation is applied to them, `recording.py` the tape with checkpoints and the walk backwards, `functions.py` the
+`rules.py` has the operations on arrays, `choice_rules.py` maxima and masks, `index_rules.py` indexing and the other
+`*_rules.py` the families; `variable.py` has the values and how an operation is applied to them, `recording.py` the tape with checkpoints and the walk backwards, `functions.py` the
 operations as functions.
 """
 
@@ -14,6 +14,7 @@ from isograd.tape.functions import (
     div,
     embedding,
     exp,
+    gelu,
     getitem,
     gumbel_softmax,
     kl_div,
@@ -22,7 +23,11 @@ from isograd.tape.functions import (
     log,
     log_softmax,
     matmul,
+    max,  # noqa: A004 - NumPy's name
+    maximum,
     mean,
+    min,  # noqa: A004 - NumPy's name
+    minimum,
     moe_combine,
     moe_permute,
     moe_router,
@@ -34,6 +39,7 @@ from isograd.tape.functions import (
     router_z_loss,
     scatter_sum,
     segment_sum,
+    sigmoid,
     silu,
     softmax,
     sparsemax,
@@ -41,11 +47,13 @@ from isograd.tape.functions import (
     sub,
     sum,  # noqa: A004 - NumPy's name
     take_along_axis,
+    tanh,
     top_k,
     transpose,
+    where,
 )
 from isograd.tape.recording import Tape
-from isograd.tape.variable import Variable
+from isograd.tape.variable import Variable, power
 
 __all__ = [
     "Tape",
@@ -58,6 +66,7 @@ __all__ = [
     "div",
     "embedding",
     "exp",
+    "gelu",
     "getitem",
     "gumbel_softmax",
     "kl_div",
@@ -66,18 +75,24 @@ __all__ = [
     "log",
     "log_softmax",
     "matmul",
+    "max",
+    "maximum",
     "mean",
+    "min",
+    "minimum",
     "moe_combine",
     "moe_permute",
     "moe_router",
     "mul",
     "neg",
+    "power",
     "relu",
     "renormalize",
     "reshape",
     "router_z_loss",
     "scatter_sum",
     "segment_sum",
+    "sigmoid",
     "silu",
     "softmax",
     "sparsemax",
@@ -85,6 +100,8 @@ __all__ = [
     "sub",
     "sum",
     "take_along_axis",
+    "tanh",
     "top_k",
     "transpose",
+    "where",
 ]
