@@ -1,8 +1,8 @@
 """Reverse-mode differentiation for plain arrays.
 
 `rules.py` has the operations on arrays, `choice_rules.py` maxima and masks, `index_rules.py` indexing and the other
-`*_rules.py` the families; `variable.py` has the values and how an operation is applied to them, `recording.py` the tape with checkpoints and the walk backwards, `functions.py` the
-operations as functions.
+`*_rules.py` the families; `variable.py` has the values and how an operation is applied to them, `recording.py` the tape
+with checkpoints and the walk backwards, `functions.py` the operations as functions.
 """
 
 from isograd.tape.functions import (
@@ -33,6 +33,7 @@ from isograd.tape.functions import (
     moe_router,
     mul,
     neg,
+    power,
     relu,
     renormalize,
     reshape,
@@ -53,7 +54,7 @@ from isograd.tape.functions import (
     where,
 )
 from isograd.tape.recording import Tape
-from isograd.tape.variable import Variable, power
+from isograd.tape.variable import Variable
 
 __all__ = [
     "Tape",

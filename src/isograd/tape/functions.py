@@ -28,6 +28,7 @@ from isograd.tape import (
     loss_rules,
     router_rules,
     rules,
+    variable,
 )
 from isograd.tape.variable import Operand, Variable, apply
 from isograd.typing import BatchReduction
@@ -51,6 +52,12 @@ def mul(a: Operand, b: Operand) -> Variable:
 def div(a: Operand, b: Operand) -> Variable:
     """The quotient of two operands."""
     return apply(rules.div, a, b)
+
+
+def power(a: Operand, b: Operand) -> Variable:
+    """One operand to the power of the other; a Python number as the exponent is not rounded to the dtype."""
+    result: Variable = variable.power(a, b)
+    return result
 
 
 def neg(x: Variable) -> Variable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -139,10 +140,12 @@ class Variable:
         return apply(rules.neg, self)
 
     def __pow__(self, other: Operand) -> Variable:
-        return power(self, other)
+        result: Variable = power(self, other)
+        return result
 
     def __rpow__(self, other: Operand) -> Variable:
-        return power(other, self)
+        result: Variable = power(other, self)
+        return result
 
     def __getitem__(self, index: Any) -> Variable:
         return apply(index_rules.getitem, self, index=index)
@@ -273,11 +276,11 @@ def number(operation: str, value: float) -> float:
         raise InvalidProblemError(f"{operation}: an operand is an integer beyond binary64; expected a smaller one") from None
 
 
-def power(base: Operand, exponent: Operand) -> Variable:
-    """One operand to the power of the other; a Python number as the exponent stays in binary64."""
+def power(base: Operand, exponent: Operand, run: Callable[..., Any] = apply) -> Any:
+    """One operand to the power of the other, by `run`; a Python number as the exponent stays in binary64."""
     if isinstance(exponent, (int, float)) and not isinstance(exponent, (bool, np.generic)):
-        return apply(rules.power, base, exponent=number("power", exponent))
-    return apply(rules.power, base, exponent)
+        return run(rules.power, base, exponent=number("power", exponent))
+    return run(rules.power, base, exponent)
 
 
 def values(operation: str, *operands: Operand) -> list[NDArray[Any]]:
