@@ -35,7 +35,7 @@ def _magnitude(size, y):
     """exp(y * log(size))."""
     if size == _ONE:
         return _ONE
-    if size == _ZERO or size == _INF:
+    if size == _ZERO or size == _INF:  # noqa: SIM109 - compiled
         return exp_of_pair(y * (-_INF if size == _ZERO else _INF), _ZERO)
     high, low = log_pair_64(size)
     p = y * high

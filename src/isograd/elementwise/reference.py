@@ -12,7 +12,8 @@ d = RN(1 + z):
     tanh           with e = expm1(-2 |x|): RN(-e / RN(2 + e)), with the sign of x
     tanh_backward  dx = RN(dy * fma(-y, y, 1)), y the result as stored
 
-gelu is x * Phi(x). It takes a = min(|x|, reach) and E, R of `normal_tail`, the derivative h = fma(-1 / sqrt(2 pi), a, R):
+gelu is x * Phi(x). It takes a = min(|x|, reach), E and R of `normal_tail`, and in the derivative
+h = fma(-1 / sqrt(2 pi), a, R):
 
     gelu           x >= 0: RN(x * fma(-E, R, 1))  x < 0: -RN(E * RN(a * R))
     gelu_backward  x >= 0: RN(dy * fma(-E, h, 1)) x < 0: RN(dy * RN(E * h))
@@ -49,7 +50,7 @@ from isograd.numerics import reference as ref
 Floats = NDArray[Any]
 
 SILU_CLAMP: Final = 1024.0
-# Of the tanh form of gelu; beyond the clamp its exponential is zero. sqrt(8 / pi), that times 0.044715, three times that.
+# Of the tanh form of gelu: beyond the clamp its exponential is zero; sqrt(8 / pi), that times 0.044715, thrice that.
 GELU_CLAMP: Final = 64.0
 GELU_TANH_32: Final = (1.5957691669464111, 0.07135481387376785, 0.21406444907188416)
 GELU_TANH_64: Final = (1.5957691216057308, 0.07135481627260025, 0.21406444881780073)

@@ -62,7 +62,9 @@ def _largest(operation: str, x: NDArray[Any], axis: Axes, keepdims: bool, sign: 
     x = require_array(operation, "x", x)
     axes = normalized(operation, axis, x.ndim)
     if math.prod(x.shape[d] for d in axes) == 0:
-        raise InvalidProblemError(f"{operation}: shape {x.shape} has no elements along axis {axis}; expected one at least")
+        raise InvalidProblemError(
+            f"{operation}: shape {x.shape} has no elements along axis {axis}; expected one at least"
+        )
     v = widen(x) * work_dtype(x.dtype)(sign)
     with np.errstate(invalid="ignore"):
         m = np.max(v, axis=axes, keepdims=keepdims)

@@ -7,7 +7,6 @@ All are exact. NaN wins, then +0 is above -0 (rule 3 of `docs/arithmetic.md`). W
     max, min           RN(g / n) for each of the n elements that are equal to the result, or NaN like it; else 0
 """
 
-
 import numpy as np
 
 from isograd.errors import InvalidProblemError
@@ -21,9 +20,7 @@ def where(a: Array, b: Array, mask: Array) -> Result:
     try:
         np.broadcast_shapes(mask.shape, a.shape, b.shape)
     except ValueError:
-        raise InvalidProblemError(
-            f"where: the shapes {mask.shape}, {a.shape} and {b.shape} do not broadcast"
-        ) from None
+        raise InvalidProblemError(f"where: the shapes {mask.shape}, {a.shape} and {b.shape} do not broadcast") from None
     shape_a, shape_b, dtype = a.shape, b.shape, a.dtype
     zero = wide(np.zeros((), dtype))
     return np.where(mask, a, b), (
