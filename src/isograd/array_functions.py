@@ -2,7 +2,8 @@
 
 Arrays are NumPy's (float16, bfloat16, float32, float64; any shape and strides) or any with DLPack on the CPU; the
 result is a new array of the first one's kind. With a variable among the operands it is a variable, and its tape
-records the operation (`isograd.tape`). Operands have one dtype, Python numbers take it, and shapes broadcast as in NumPy.
+records the operation (`isograd.tape`). Operands have one dtype, Python numbers take it, and shapes broadcast as in
+NumPy.
 
 They raise InvalidProblemError for operands or shapes that do not match, and UnsupportedError for another dtype, for a
 torch tensor and inside an `Encoder`.

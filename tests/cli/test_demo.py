@@ -135,5 +135,3 @@ def test_gradients_agree_with_finite_differences(initial, loss, places):
             moved[name][index] += sign * step
             losses.append(loss(moved, x, target)[0])
         assert gradients[name][index] == pytest.approx((losses[0] - losses[1]) / (2 * step), rel=0.02, abs=1e-3)
-
-

@@ -114,13 +114,13 @@ def tanh_bound(x):
 @kernel
 def gelu_bound(x):
     y = x * 0.5 * math.erfc(-x * math.sqrt(0.5))
-    return y, 9 * U * abs(y) + TINY
+    return y, 8 * U * abs(y) + TINY
 
 
 @kernel
 def gelu_slope_bound(x):
     p, q = 0.5 * math.erfc(-x * math.sqrt(0.5)), x * math.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
-    return p + q, 9 * U * (p + abs(q)) + 2 * (1 + abs(x)) * TINY
+    return p + q, 8 * U * (p + abs(q)) + 2 * (1 + abs(x)) * TINY
 
 
 @kernel

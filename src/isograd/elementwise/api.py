@@ -116,7 +116,7 @@ def _form(operation: str, approximate: str, exact: Any, tanh_form: Any) -> Any:
 def gelu(x: NDArray[Any], approximate: Approximate = "none") -> NDArray[Any]:
     """The product x * Phi(x), Phi the normal distribution function, or its tanh form; -0 at -inf.
 
-    With u = 2^-24 (float64: 2^-53) and t = 2^-149 (2^-1074) the result is off by at most 9 u |gelu(x)| + t, for the
+    With u = 2^-24 (float64: 2^-53) and t = 2^-149 (2^-1074) the result is off by at most 8 u |gelu(x)| + t, for the
     tanh form x s(v), s(v) = 1 / (1 + exp(-v)), by at most (4 + 3 |v| (1 - s)) u |x| s + (1 + |x|) t; each plus half
     an ulp of a 16-bit result.
     """
@@ -128,7 +128,7 @@ def gelu_backward(dy: NDArray[Any], x: NDArray[Any], approximate: Approximate = 
     """The gradient of gelu(x) for the upstream gradient dy: dy * (Phi(x) + x * phi(x)).
 
     dy has the shape and dtype of x. With u and t as for `gelu`, and phi the density, the result is off by at most
-    9 u |dy| (Phi(x) + |x| phi(x)) + (1 + |x|) (1 + |dy|) t. For the tanh form, whose derivative is
+    8 u |dy| (Phi(x) + |x| phi(x)) + (1 + |x|) (1 + |dy|) t. For the tanh form, whose derivative is
     s (1 + x v' (1 - s)), by at most (4 + 3 |v|) u |dy| s (1 + |x| v' (1 - s)) + (1 + |x| v') (1 + |dy|) t. Each plus
     half an ulp of a 16-bit result.
     """

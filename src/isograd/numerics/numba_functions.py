@@ -47,7 +47,8 @@ def _exp_of_pair(x, low):
             small = d < _F32(0)
             bias = np.int32((127 + 26) << 23) if small else np.int32((127 - 26) << 23)
             first = as_float(np.int32(np.int32(as_int(z) << 23) + bias))
-            return (s + fma(low, s, t)) * first * (_F32(2.0**-26) if small else _F32(2.0**26))
+            e = s + t
+            return (e + fma(low, e, (s - e) + t)) * first * (_F32(2.0**-26) if small else _F32(2.0**26))
 
         return exp_32
 
@@ -58,7 +59,8 @@ def _exp_of_pair(x, low):
         small = d < _F64(0)
         bias = np.int64((1023 + 55) << 52) if small else np.int64((1023 - 55) << 52)
         first = as_float(np.int64((as_int(z) << 52) + bias))
-        return (s + fma(low, s, t)) * first * (_F64(2.0**-55) if small else _F64(2.0**55))
+        e = s + t
+        return (e + fma(low, e, (s - e) + t)) * first * (_F64(2.0**-55) if small else _F64(2.0**55))
 
     return exp_64
 

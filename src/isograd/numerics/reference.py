@@ -250,7 +250,8 @@ def exp_of_pair(x: Floats, low: Floats) -> Floats:
         d = np.where(x > of(form.exp_floor), x, of(form.exp_floor))
         d = np.where(d < of(form.exp_ceil), d, of(form.exp_ceil))
         s, t, k = _exp_parts(d)
-        y = scale_pow2(s + fma(low, s, t), k, form)
+        e = s + t
+        y = scale_pow2(e + fma(low, e, (s - e) + t), k, form)
     return np.where(np.isnan(x), of(np.nan), y)
 
 
@@ -264,7 +265,7 @@ def expm1_below(d: Floats) -> Floats:
         b = s * scale
         y = b - of(1)
         y = y + ((b - (y + of(1))) + t * scale)
-    return np.where(np.isnan(d), of(np.nan), y)
+    return np.asarray(np.where(np.isnan(d), of(np.nan), y))
 
 
 def normal_tail(a: Floats) -> tuple[Floats, Floats]:
