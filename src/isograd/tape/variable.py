@@ -273,9 +273,7 @@ def number(operation: str, value: float) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise InvalidProblemError(
-            f"{operation}: an operand is an integer beyond the range of binary64"
-        ) from None
+        raise InvalidProblemError(f"{operation}: an operand is an integer beyond the range of binary64") from None
 
 
 def power(base: Operand, exponent: Operand, run: Callable[..., Any] = apply) -> Any:
