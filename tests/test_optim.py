@@ -1,5 +1,6 @@
 """SGD, Adam and AdamW: the written sequence bit for bit, torch's values, states, and what is refused."""
 
+import functools
 import json
 
 import ml_dtypes
@@ -20,9 +21,15 @@ CASES = {
 }
 
 
-def arrays(dtype, seed=0):
+@functools.cache
+def drawn(dtype, seed):
     rng = np.random.default_rng(seed)
     return {"w": rng.standard_normal((3, 4)).astype(dtype), "b": np.asarray(rng.standard_normal()).astype(dtype)}
+
+
+def arrays(dtype, seed=0):
+    """New copies of what was drawn once, under the default rounding."""
+    return {name: x.copy() for name, x in drawn(dtype, seed).items()}
 
 
 def bits(given):

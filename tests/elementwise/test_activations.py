@@ -14,9 +14,29 @@ from isograd.errors import InvalidProblemError, UnsupportedError
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 FORMS = {"none": (reference.gelu, reference.gelu_backward), "tanh": (reference.gelu_tanh, reference.gelu_tanh_backward)}
 EXPONENTS = [
-    *range(-4, 5), 63, 64, 65, -63, -64, -65, 101, 0.5, -0.5, 1.5, -2.5, 1 / 3, 1e-300, 1e300, -1e300, 2.0**53, 2.0**53 - 1,
-    -0.0, math.inf, -math.inf, math.nan,
-]  # fmt: skip
+    *range(-4, 5),
+    63,
+    64,
+    65,
+    -63,
+    -64,
+    -65,
+    101,
+    0.5,
+    -0.5,
+    1.5,
+    -2.5,
+    1 / 3,
+    1e-300,
+    1e300,
+    -1e300,
+    2.0**53,
+    2.0**53 - 1,
+    -0.0,
+    math.inf,
+    -math.inf,
+    math.nan,
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
