@@ -22,9 +22,10 @@ from isograd.reduction.axes import Axes
 from isograd.tape import choice_rules, rules, variable
 from isograd.tape.functions import checked_mask
 from isograd.tape.variable import Variable
+from isograd.typing import Array, SupportsDLPack
 
-Constant = NDArray[Any] | np.generic | float
-T = TypeVar("T", bound=NDArray[Any] | Variable)
+Constant = SupportsDLPack | np.generic | float
+T = TypeVar("T", bound=Array)
 
 
 def _taken(operation: str, operands: tuple[Any, ...]) -> tuple[list[Any], Callable[[Any], Any] | None]:
