@@ -362,6 +362,9 @@ def test_nans_are_canonical(dtype):
         lambda v: v.reshape(1, 2).T, lambda v: tp.concatenate([v, v]), lambda v: v.relu(), lambda v: v.sqrt(),
         lambda v: v.exp(), lambda v: v.log(), lambda v: v.silu(), lambda v: v.sum(), lambda v: v.mean(),
         lambda v: v @ v, lambda v: v.softmax(), lambda v: v.log_softmax(), lambda v: v * x, lambda v: x - v,
+        lambda v: v.tanh(), lambda v: v.sigmoid(), lambda v: v.gelu(), lambda v: v.gelu("tanh"), lambda v: v**2,
+        lambda v: v**0.5, lambda v: 2**v, lambda v: v**v, lambda v: v.max(), lambda v: v.min(), lambda v: v[[0, 0]],
+        lambda v: tp.maximum(v, x[::-1]), lambda v: tp.minimum(x, v), lambda v: tp.where(v == v, 1, v),
     ]  # fmt: skip
     for function in functions:
         tape = Tape()

@@ -359,6 +359,8 @@ def test_the_callers_floating_point_environment(control):
         y = (x * w + x / 3e20 - w * 1e-22) * w.exp() + (x @ w) / 7
         z = (y * 1e25).silu() * 1e-30 + (x * x).sqrt() * x + (w * w).mean(axis=0)
         out = z.sum(axis=0) * 1e-3 + (x - w).softmax() * z * 1e-9
+        out = out + ((y * 1e25).gelu() + (y * 1e25).tanh() ** 3) * 1e-25 + (x * 1e5).max(axis=0)
+        out = out + (x * x)[[1, 0, 0, 2, 2, 2]] ** 0.9 + tp.where(x < w, x / 3, 0) * 1e-3
         gradients = tape.backward(out, arrays[2])
         return [bits(v) for v in (y.value, z.value, out.value, gradients[x], gradients[w])]
 
