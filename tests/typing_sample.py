@@ -38,12 +38,26 @@ assert_type(x @ variable, ig.Variable)
 assert_type(variable @ x, ig.Variable)
 assert_type(2 * variable, ig.Variable)
 assert_type(x - variable, ig.Variable)
+assert_type(x**variable, ig.Variable)
+assert_type(variable**2, ig.Variable)
+assert_type(variable == 2, NDArray[np.bool_])
+assert_type(variable[variable > 0], ig.Variable)
+assert_type(ig.tanh(x), NDArray[np.float32])
+assert_type(ig.gelu(variable, approximate="tanh"), ig.Variable)
+assert_type(ig.max(variable, axis=0), ig.Variable)
+assert_type(ig.maximum(x, variable), ig.Variable)
+assert_type(ig.maximum(x, 0.0), NDArray[Any])
+assert_type(ig.where(x > 0, 1.0, variable), ig.Variable)
+assert_type(ig.less(x, 0.0), NDArray[np.bool_])
+assert_type(ig.Tape().backward(variable)[variable], NDArray[Any])
 assert_type(igt.cross_entropy(tensor, target, reduction="none"), torch.Tensor)
 assert_type(igt.attention(tensor, tensor, tensor, return_lse=True), tuple[torch.Tensor, torch.Tensor])
 
 ig.softmax([1.0, 2.0])  # wrong
 ig.cross_entropy(x, t, reduction="avg")  # wrong
 ig.kl_div(x, x, reduction="avg")  # wrong
+ig.gelu(x, approximate="erf")  # wrong
+ig.relu([1.0])  # wrong
 ig.moe_router(x, 2, scoring="tanh")  # wrong
 ig.attention(x, x, x, layout="LBHD")  # wrong
 ig.attention(x, x, x, casual=True)  # wrong

@@ -9,7 +9,7 @@ them positive.
 
 from collections.abc import Callable
 
-from mpmath import atanh, cos, exp, linspace, log, lu_solve, matrix, mp, mpf, nstr, pi, sqrt
+from mpmath import atanh, cos, erfc, exp, linspace, log, lu_solve, matrix, mp, mpf, nstr, pi, sqrt
 
 Function = Callable[[mpf], mpf]
 mp.prec = 200
@@ -70,6 +70,12 @@ def logarithm_rest(z: mpf) -> mpf:
     return (2 * atanh(s) - 2 * s) / (s * z) if z > mpf(10) ** -20 else mpf(2) / 3
 
 
+def normal_rest(t: mpf) -> mpf:
+    """(1 + 1.25 a) * Phi(-a) * exp(a^2 / 2) with t = (a - 5) / (a + 5)."""
+    a = 5 * (1 + t) / (1 - t)
+    return (1 + mpf("1.25") * a) * erfc(a / sqrt(mpf(2))) * exp(a * a / 2) / 2
+
+
 def main() -> None:
     """Print every polynomial of the contract with its error."""
     half_ln2 = log(mpf(2)) / 2 * mpf("1.001")
@@ -85,12 +91,18 @@ def main() -> None:
     def of_log(z: mpf) -> mpf:
         return max(z, mpf("0.0015")) / 2
 
+    def of_normal(t: mpf) -> mpf:
+        return 1 / normal_rest(t)
+
+    reach_32, reach_64 = mpf(16 - 5) / (16 + 5), mpf(40 - 5) / (40 + 5)
     fits = (
         ("EXP_POLY_32", exponential_rest, of_exp, 4, -half_ln2, half_ln2),
         ("EXP_POLY_64", exponential_rest, of_exp, 10, -half_ln2, half_ln2),
         ("EXP2_POLY_SHORT", power_rest, of_power, 3, -half, half),
         ("LOG_POLY_32", logarithm_rest, of_log, 3, smallest, largest),
         ("LOG_POLY_64", logarithm_rest, of_log, 7, smallest, largest),
+        ("NORMAL_POLY_32", normal_rest, of_normal, 10, mpf(-1), reach_32),
+        ("NORMAL_POLY_64", normal_rest, of_normal, 24, mpf(-1), reach_64),
     )
     for name, function, weight, degree, low, high in fits:
         coefficients, worst = minimax(function, weight, degree, low, high)

@@ -35,3 +35,9 @@ class RecordingError(IsogradError, RuntimeError):
 
 class DeviceMismatchError(IsogradError, ValueError):
     """Arguments on different devices, or on another device than the plan's."""
+
+
+class MissingGradientError(IsogradError, KeyError):
+    """A variable that `Tape.backward` returned no gradient for, because it is no leaf that was there."""
+
+    __str__ = Exception.__str__  # KeyError's shows the text as a literal

@@ -135,10 +135,3 @@ def test_gradients_agree_with_finite_differences(initial, loss, places):
             moved[name][index] += sign * step
             losses.append(loss(moved, x, target)[0])
         assert gradients[name][index] == pytest.approx((losses[0] - losses[1]) / (2 * step), rel=0.02, abs=1e-3)
-
-
-def test_adam_moves_by_the_rate_at_first():
-    weights = {"w": np.zeros(3, np.float32)}
-    training.Adam(weights).step(weights, {"w": np.array([1.0, -5.0, 1e-3], np.float32)})
-    assert weights["w"] == pytest.approx(np.array([-1, 1, -1]) * training.RATE, rel=1e-4)
-    assert weights["w"].dtype == np.float32

@@ -13,7 +13,7 @@ from isograd.numerics.matmul import matmul
 from isograd.numerics.reference import narrow, widen
 from isograd.reduction import reference as reduction
 from isograd.softmax import reference as softmax
-from isograd.tape import Tape, Variable, rules
+from isograd.tape import Tape, Variable, choice_rules, index_rules, rules
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 RNG = np.random.default_rng(0)
@@ -34,6 +34,8 @@ def positive(*shape):
 def away_from_zero(*shape):
     return RNG.uniform(0.3, 2, shape) * RNG.choice([-1.0, 1.0], shape)
 
+
+MASK = np.array([[True, False, True, True], [False, False, True, False], [True, True, False, False]])
 
 # name: (function of variables, operands)
 CASES = {
@@ -92,6 +94,37 @@ CASES = {
     "index": (lambda a: a[1], [normal(3, 4)]),
     "index and new axis": (lambda a: tp.getitem(a, (-1, None, slice(0, 2))), [normal(3, 4)]),
     "index an element": (lambda a: a[2, 1], [normal(3, 4)]),
+    "power": (lambda a, b: a**b, [positive(3, 4), normal(3, 4)]),
+    "power broadcast": (lambda a, b: tp.power(a, b), [positive(3, 1), normal(4)]),
+    "power of a number": (lambda a: 2**a, [normal(3)]),
+    "power by a number": (lambda a: a**3 + a**-2 + a**0.5 + a**0 + a**2.5, [positive(3, 4)]),
+    "power of negative values": (lambda a: a**2 * a**-1, [away_from_zero(3, 4)]),
+    "tanh": (lambda a: a.tanh(), [normal(3, 4)]),
+    "tanh function": (lambda a: tp.tanh(a), [normal(3)]),
+    "sigmoid": (lambda a: a.sigmoid(), [normal(3, 4)]),
+    "sigmoid function": (lambda a: tp.sigmoid(a), [normal(3)]),
+    "gelu": (lambda a: a.gelu(), [normal(3, 4) * 2]),
+    "gelu by tanh": (lambda a: tp.gelu(a, approximate="tanh"), [normal(3, 4) * 2]),
+    "maximum": (lambda a, b: tp.maximum(a, b), [normal(3, 4), normal(3, 4)]),
+    "maximum broadcast": (lambda a, b: tp.maximum(a, b), [normal(3, 4), normal(3, 1)]),
+    "minimum": (lambda a, b: tp.minimum(a, b), [normal(3, 4), normal(4)]),
+    "minimum with a number": (lambda a: tp.minimum(0.25, a), [normal(5)]),
+    "where": (lambda a, b: tp.where(MASK, a, b), [normal(3, 4), normal(3, 4)]),
+    "where broadcast": (lambda a, b: tp.where(MASK[0], a, b), [normal(3, 1), normal()]),
+    "where a comparison": (lambda a: tp.where(a > 0, a * a, -a), [away_from_zero(3, 4)]),
+    "max": (lambda a: a.max(), [normal(3, 4)]),
+    "max axis": (lambda a: tp.max(a, axis=-2), [normal(2, 3, 4)]),
+    "max axes": (lambda a: a.max(axis=(0, 2), keepdims=True), [normal(2, 3, 4)]),
+    "min": (lambda a: tp.min(a), [normal(3, 4)]),
+    "min axis": (lambda a: a.min(axis=1, keepdims=True), [normal(2, 3, 4)]),
+    "index rows": (lambda a: a[[2, 0, 2, -1]], [normal(3, 4)]),
+    "index rows by a matrix": (lambda a: a[np.array([[1, 1], [0, 2]])], [normal(3, 4)]),
+    "index elements": (lambda a: a[[0, 2, 0], [1, 3, 1]], [normal(3, 4)]),
+    "index mixed": (lambda a: a[:, [1, 1, 0], None, ::2], [normal(2, 3, 4)]),
+    "index apart": (lambda a: a[[1, 0], ..., [2, 2]], [normal(2, 3, 4)]),
+    "index by a mask": (lambda a: a[MASK], [normal(3, 4)]),
+    "index by a mask of an axis": (lambda a: a[1, MASK[1]], [normal(3, 4)]),
+    "index by a mask and an array": (lambda a: a[MASK[:, 0], [1]], [normal(3, 4)]),
     "concatenate": (lambda a, b, c: tp.concatenate([a, b, c], axis=1), [normal(2, 3), normal(2, 1), normal(2, 2)]),
     "concatenate last": (lambda a, b: tp.concatenate((b, a), axis=-1), [normal(2, 3), normal(2, 2)]),
     "concatenate one value twice": (lambda a: tp.concatenate([a, a]), [normal(2, 3)]),
@@ -148,14 +181,17 @@ def test_finite_differences_through_a_checkpoint(name):
 
 RULES = sorted({
     "add", "sub", "mul", "div", "neg", "matmul", "exp", "log", "sqrt", "relu", "silu", "softmax", "log_softmax", "sum",
-    "mean", "reshape", "transpose", "getitem", "concatenate",
+    "mean", "reshape", "transpose", "getitem", "concatenate", "power", "tanh", "sigmoid", "gelu", "maximum", "minimum",
+    "where", "max", "min",
 })  # fmt: skip
+MODULES = (rules, choice_rules, index_rules)
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_wrong_gradient_is_noticed(name, monkeypatch):
     # Every operand's gradient in turn is made wrong by one part in a million.
-    right = getattr(rules, name)
+    (module,) = [m for m in MODULES if name in vars(m)]
+    right = getattr(module, name)
     function, values = CASES[name.replace("getitem", "slice")]
     for operand in range(len(values)):
 
@@ -166,7 +202,7 @@ def test_a_wrong_gradient_is_noticed(name, monkeypatch):
             return y, tuple(changed)
 
         wrong.__name__ = name
-        monkeypatch.setattr(rules, name, wrong)
+        monkeypatch.setattr(module, name, wrong)
         with pytest.raises(AssertionError):
             assert_gradients(function, values)
 
@@ -174,8 +210,9 @@ def test_a_wrong_gradient_is_noticed(name, monkeypatch):
 def test_every_operation_has_a_case():
     defined = {
         name
-        for name, f in vars(rules).items()
-        if callable(f) and getattr(f, "__annotations__", {}).get("return") is rules.Result
+        for module in MODULES
+        for name, f in vars(module).items()
+        if not name.startswith("_") and getattr(f, "__annotations__", {}).get("return") is rules.Result
     }
     assert defined == set(RULES)
     assert all(callable(getattr(tp, name)) for name in RULES)
@@ -325,6 +362,9 @@ def test_nans_are_canonical(dtype):
         lambda v: v.reshape(1, 2).T, lambda v: tp.concatenate([v, v]), lambda v: v.relu(), lambda v: v.sqrt(),
         lambda v: v.exp(), lambda v: v.log(), lambda v: v.silu(), lambda v: v.sum(), lambda v: v.mean(),
         lambda v: v @ v, lambda v: v.softmax(), lambda v: v.log_softmax(), lambda v: v * x, lambda v: x - v,
+        lambda v: v.tanh(), lambda v: v.sigmoid(), lambda v: v.gelu(), lambda v: v.gelu("tanh"), lambda v: v**2,
+        lambda v: v**0.5, lambda v: 2**v, lambda v: v**v, lambda v: v.max(), lambda v: v.min(), lambda v: v[[0, 0]],
+        lambda v: tp.maximum(v, x[::-1]), lambda v: tp.minimum(x, v), lambda v: tp.where(v == v, 1, v),
     ]  # fmt: skip
     for function in functions:
         tape = Tape()

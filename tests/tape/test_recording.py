@@ -65,9 +65,18 @@ def test_operands_that_do_not_fit():
     ):
         with pytest.raises(InvalidProblemError, match=words):
             function()
-    for index in ([0], np.array([True, False]), (slice(None), [1]), True):
-        with pytest.raises(UnsupportedError, match=r"getitem: the index has a "):
+    for index in (True, np.True_, [0.5], x, "a", np.array(True), (0, {1})):
+        with pytest.raises(UnsupportedError, match=r"getitem: the index has a"):
             x[index]
+    for index in (slice(0.5, None), np.ma.array([0], mask=[True]), [[0], [0, 1]]):
+        with pytest.raises(InvalidProblemError, match=r"getitem: "):
+            x[index]
+    for index in ([2], [[0], [-3]], np.ones(3, bool), ([0, 1], [0, 1, 1]), 10**30):
+        with pytest.raises(IndexOutOfRangeError, match=r"getitem: .*the shape is \(2, 2\)"):
+            x[index]
+    for function in (lambda: x * 10**400, lambda: x**10**400, lambda: x < -(10**400)):
+        with pytest.raises(InvalidProblemError, match="is an integer beyond the range of binary64"):
+            function()
     with pytest.raises(IndexOutOfRangeError, match=r"getitem: .*the shape is \(2, 2\)"):
         x[2]
     with pytest.raises(InvalidProblemError, match=r"leaf: array is a list"):
@@ -350,6 +359,8 @@ def test_the_callers_floating_point_environment(control):
         y = (x * w + x / 3e20 - w * 1e-22) * w.exp() + (x @ w) / 7
         z = (y * 1e25).silu() * 1e-30 + (x * x).sqrt() * x + (w * w).mean(axis=0)
         out = z.sum(axis=0) * 1e-3 + (x - w).softmax() * z * 1e-9
+        out = out + ((y * 1e25).gelu() + (y * 1e25).tanh() ** 3) * 1e-25 + (x * 1e5).max(axis=0)
+        out = out + (x * x)[[1, 0, 0, 2, 2, 2]] ** 0.9 + tp.where(x < w, x / 3, 0) * 1e-3
         gradients = tape.backward(out, arrays[2])
         return [bits(v) for v in (y.value, z.value, out.value, gradients[x], gradients[w])]
 

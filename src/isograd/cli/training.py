@@ -1,7 +1,7 @@
 """The training of `isograd demo`: handwritten digits and Adam; the same bits on every machine.
 
-What the models compute (`models.py`) is the tape's, which has the same bits everywhere. Everything else here uses
-+ - * / and square roots of NumPy, which IEEE 754 defines to the last bit, and random numbers of the library's own.
+What the models compute (`models.py`) is the tape's, which has the same bits everywhere, as have the optimizer and the
+random numbers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from isograd import optim
 from isograd.cli import models
 from isograd.cli.models import Floats, Weights
 from isograd.cli.progress import optional
@@ -26,7 +27,6 @@ SEED = 0
 BATCH = 64
 HELD_OUT = 360
 RATE = 2e-3
-BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-8
 
 # Streams of the random generator, beside those of the models; shuffling takes one an epoch, from _SHUFFLE on. The split
 # is the same for any seed.
@@ -72,27 +72,6 @@ def load_data() -> Data:
     return Data(x[train], y[train], x[test], y[test])
 
 
-class Adam:
-    """Adam (Kingma and Ba, 2015) in float32. Powers of the decay rates are repeated products, not calls of pow."""
-
-    def __init__(self, weights: Weights) -> None:
-        self._mean = {name: np.zeros_like(w) for name, w in weights.items()}
-        self._square = {name: np.zeros_like(w) for name, w in weights.items()}
-        self._power_1 = self._power_2 = 1.0
-
-    def step(self, weights: Weights, gradients: Weights) -> None:
-        """Update the weights in place."""
-        self._power_1 *= BETA_1
-        self._power_2 *= BETA_2
-        for name, w in weights.items():
-            g, m, v = gradients[name], self._mean[name], self._square[name]
-            m *= BETA_1
-            m += (1 - BETA_1) * g
-            v *= BETA_2
-            v += (1 - BETA_2) * (g * g)
-            w -= RATE * (m / (1 - self._power_1)) / (np.sqrt(v / (1 - self._power_2)) + EPSILON)
-
-
 def _one_blas_thread() -> AbstractContextManager[Any]:
     """Keep a BLAS from spreading these small products over threads, where waiting takes longer than computing.
 
@@ -111,13 +90,13 @@ def _fit(
     orders: Iterator[NDArray[np.int64]],
 ) -> Iterator[float]:
     """Train in place; yields the mean loss after each epoch, which takes the rows in the next of the orders."""
-    adam = Adam(weights)
+    adam = optim.Adam(weights, lr=RATE)
     for order in orders:
         total = 0.0
         for start in range(0, len(x), BATCH):
             chosen = order[start : start + BATCH]
             value, gradients = loss(weights, x[chosen], targets[chosen])
-            adam.step(weights, gradients)
+            adam.step(gradients)
             total += value * len(chosen)
         yield total / len(x)
 

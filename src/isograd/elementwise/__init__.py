@@ -1,1 +1,1 @@
-"""exp, log, sigmoid and silu, the same bits on every machine."""
+"""exp, log, sigmoid, silu, tanh, gelu and powers, the same bits on every machine."""

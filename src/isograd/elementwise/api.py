@@ -1,18 +1,19 @@
-"""exp, log, sigmoid and silu with the same bits on every machine; NumPy's own differ between processors.
+"""Elementwise functions with the same bits on every machine; NumPy's own differ between processors.
 
 NumPy arrays of float16, bfloat16, float32 or float64 of any shape and strides; the result is a new C-contiguous array
 of the same shape and dtype. Anything else raises InvalidProblemError (no array, shapes or dtypes that differ) or
 UnsupportedError (another dtype).
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from isograd import parallel
-from isograd.elementwise import numba_kernels
+from isograd.elementwise import numba_activations, numba_kernels, numba_power
 from isograd.errors import InvalidProblemError
+from isograd.numerics.reference import narrow, work_dtype
 from isograd.numerics.storage import address, kernel_type, require_array
 
 _GRAIN = 1 << 15  # elements of one chunk: some 50 microseconds of work
@@ -83,3 +84,85 @@ def silu_backward(dy: NDArray[Any], x: NDArray[Any]) -> NDArray[Any]:
     """
     _require_like("silu_backward", dy, "x", x)
     return _run(numba_kernels.silu_backward, dy, x)
+
+
+def tanh(x: NDArray[Any]) -> NDArray[Any]:
+    """The hyperbolic tangent, off by at most 3.5 u of the value (u = 2^-24, float64: 2^-53).
+
+    Plus half an ulp of a 16-bit result.
+    """
+    return _run(numba_activations.tanh, require_array("tanh", "x", x))
+
+
+def tanh_backward(dy: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
+    """The gradient of tanh for the upstream gradient dy: dy * (1 - y^2), y = tanh(x) as stored.
+
+    dy has the shape and dtype of y. Off by at most 2.1 u of the value plus 2^-149 (2^-1074), plus half an ulp of a
+    16-bit result.
+    """
+    _require_like("tanh_backward", dy, "y", y)
+    return _run(numba_activations.tanh_backward, dy, y)
+
+
+Approximate = Literal["none", "tanh"]
+
+
+def _form(operation: str, approximate: str, exact: Any, tanh_form: Any) -> Any:
+    if approximate not in ("none", "tanh"):
+        raise InvalidProblemError(f"{operation}: approximate is {approximate!r}; accepted: 'none', 'tanh'")
+    return exact if approximate == "none" else tanh_form
+
+
+def gelu(x: NDArray[Any], approximate: Approximate = "none") -> NDArray[Any]:
+    """The product x * Phi(x), Phi the normal distribution function, or its tanh form; -0 at -inf.
+
+    With u = 2^-24 (float64: 2^-53) and t = 2^-149 (2^-1074) the result is off by at most 8 u |gelu(x)| + t, for the
+    tanh form x s(v), s(v) = 1 / (1 + exp(-v)), by at most (4 + 3 |v| (1 - s)) u |x| s + (1 + |x|) t; each plus half
+    an ulp of a 16-bit result.
+    """
+    kernel = _form("gelu", approximate, numba_activations.gelu, numba_activations.gelu_tanh)
+    return _run(kernel, require_array("gelu", "x", x))
+
+
+def gelu_backward(dy: NDArray[Any], x: NDArray[Any], approximate: Approximate = "none") -> NDArray[Any]:
+    """The gradient of gelu(x) for the upstream gradient dy: dy * (Phi(x) + x * phi(x)).
+
+    dy has the shape and dtype of x. With u and t as for `gelu`, and phi the density, the result is off by at most
+    8 u |dy| (Phi(x) + |x| phi(x)) + (1 + |x|) (1 + |dy|) t. For the tanh form, whose derivative is
+    s (1 + x v' (1 - s)), by at most (4 + 3 |v|) u |dy| s (1 + |x| v' (1 - s)) + (1 + |x| v') (1 + |dy|) t. Each plus
+    half an ulp of a 16-bit result.
+    """
+    _require_like("gelu_backward", dy, "x", x)
+    backward, tanh_form = numba_activations.gelu_backward, numba_activations.gelu_tanh_backward
+    return _run(_form("gelu_backward", approximate, backward, tanh_form), dy, x)
+
+
+# --- powers ----------------------------------------------------------------------------------------------------------
+def _run_binary64(kernel: Any, dtype: Any, *inputs: NDArray[Any]) -> NDArray[Any]:
+    with np.errstate(all="ignore"):
+        wide = np.broadcast_arrays(*[x.astype(np.float64, copy=False) for x in inputs])
+        return narrow(_run(kernel, *wide), dtype)
+
+
+def power(x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
+    """X to the power y, of one shape after broadcasting; y may also be float64, and the result has the dtype of x.
+
+    Computed in binary64 and rounded once: where the result is a normal number it is off by at most half an ulp and
+    2^-20 of one in float32, plus half an ulp of a 16-bit result. In float64 an integer exponent n with |n| <= 64 is a
+    product, off by at most |n| u of the value (u = 2^-53; for n < 0 where |x|^-n is a normal number), 0.5 and -0.5 are
+    square roots, and any other exponent is off by at most (3 + |y log x|) u of the value plus 2^-1074.
+
+    Values at 0, 1, infinity and NaN are those of IEEE 754's pow, but x ** 0.5 is sqrt(x) at -0 and -inf too.
+    """
+    value = _run_binary64(numba_power.power, work_dtype(x.dtype), x, y)
+    return narrow(value, x.dtype)
+
+
+def power_backward(dy: NDArray[Any], x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
+    """The gradient of power for x, in the work type: dy * y * x^(y - 1), 0 where y is 0."""
+    return _run_binary64(numba_power.power_backward, work_dtype(x.dtype), dy, x, y)
+
+
+def power_backward_exponent(dy: NDArray[Any], x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
+    """The gradient of power for y, in the work type: dy * x^y * log(x), 0 where x^y is 0 and where x and y are."""
+    return _run_binary64(numba_power.power_backward_exponent, work_dtype(x.dtype), dy, x, y)

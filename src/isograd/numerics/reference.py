@@ -43,6 +43,9 @@ class Format(NamedTuple):
     log1p_near: tuple[float, float]
     sqrt_half_bits: int
     quantum_bits: int
+    normal_poly: tuple[float, ...]
+    normal_reach: float
+    normal_density: float
 
 
 FORMATS = {
@@ -68,6 +71,9 @@ FORMATS = {
         c.LOG1P_NEAR_32,
         c.SQRT_HALF_BITS_32,
         c.QUANTUM_BITS,
+        c.NORMAL_POLY_32,
+        c.NORMAL_REACH_32,
+        c.NORMAL_DENSITY_32,
     ),
     np.dtype(np.float64): Format(
         np.float64,
@@ -91,6 +97,9 @@ FORMATS = {
         c.LOG1P_NEAR_64,
         c.SQRT_HALF_BITS_64,
         c.QUANTUM_BITS + c.LIMB_SHIFT_64,
+        c.NORMAL_POLY_64,
+        c.NORMAL_REACH_64,
+        c.NORMAL_DENSITY_64,
     ),
 }
 
@@ -233,6 +242,43 @@ def exp(x: Floats) -> Floats:
     return np.where(np.isnan(x), of(np.nan), y)
 
 
+def exp_of_pair(x: Floats, low: Floats) -> Floats:
+    """exp(x + low) for a finite low far below 1."""
+    form = FORMATS[x.dtype]
+    of = form.dtype
+    with np.errstate(all="ignore"):
+        d = np.where(x > of(form.exp_floor), x, of(form.exp_floor))
+        d = np.where(d < of(form.exp_ceil), d, of(form.exp_ceil))
+        s, t, k = _exp_parts(d)
+        e = s + t
+        y = scale_pow2(e + fma(low, e, (s - e) + t), k, form)
+    return np.where(np.isnan(x), of(np.nan), y)
+
+
+def expm1_below(d: Floats) -> Floats:
+    """exp(d) - 1 for d <= 0, relative error at most 1.5 u."""
+    form = FORMATS[d.dtype]
+    of = form.dtype
+    with np.errstate(all="ignore"):
+        s, t, k = _exp_parts(np.where(d > of(c.EXPM1_FLOOR), d, of(c.EXPM1_FLOOR)))
+        scale = pow2(k, form)
+        b = s * scale
+        y = b - of(1)
+        y = y + ((b - (y + of(1))) + t * scale)
+    return np.asarray(np.where(np.isnan(d), of(np.nan), y))
+
+
+def normal_tail(a: Floats) -> tuple[Floats, Floats]:
+    """(E, R) with E = exp(-a^2 / 2) and E * R the normal distribution's share below -a, for 0 <= a <= normal_reach."""
+    form = FORMATS[a.dtype]
+    of = form.dtype
+    with np.errstate(all="ignore"):
+        square = a * a
+        e = exp_of_pair(square * of(-0.5), fma(a, a, -square) * of(-0.5))
+        t = (a - of(c.NORMAL_SHIFT)) / (a + of(c.NORMAL_SHIFT))
+        return e, _horner(t, form.normal_poly) / fma(of(c.NORMAL_SLOPE), a, of(1))
+
+
 def exp_shift(m: Floats) -> tuple[Floats, Floats, Floats]:
     """(base, floor, exponent) of a row with the finite maximum m: exponentials are exp(x - base) / 2**exponent.
 
@@ -316,15 +362,22 @@ def _split(x: Floats) -> tuple[Floats, Floats]:
     return m - form.dtype(1), k.astype(form.dtype)
 
 
-def log(x: Floats) -> Floats:
-    """The natural logarithm, at most 1.05 ulp off."""
+def log_pair(x: Floats) -> tuple[Floats, Floats]:
+    """The logarithm of a positive finite x as an unevaluated pair."""
     form = FORMATS[x.dtype]
     of = form.dtype
     shift = 32 if form.bits == 32 else 64
     with np.errstate(all="ignore"):
         small = x < pow2(form.min_exponent, form)
         f, k = _split(np.where(small, x * of(2.0**shift), x))
-        y, _ = _log_core(f, np.where(small, k - of(shift), k), np.zeros_like(x))
+        return _log_core(f, np.where(small, k - of(shift), k), np.zeros_like(x))
+
+
+def log(x: Floats) -> Floats:
+    """The natural logarithm, at most 1.05 ulp off."""
+    of = x.dtype.type
+    with np.errstate(all="ignore"):
+        y, _ = log_pair(x)
         y = np.where(x < of(np.inf), y, x)
         y = np.where(x == 0, -of(np.inf), y)
         return np.where(x >= 0, y, of(np.nan))

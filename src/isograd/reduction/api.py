@@ -1,9 +1,10 @@
-"""sum and mean over any axes, with the same bits in every order of the terms (rule 4 of `docs/arithmetic.md`).
+"""sum, mean, max and min over any axes, with the same bits in every order (rules 3 and 4 of `docs/arithmetic.md`).
 
 NumPy arrays of float16, bfloat16, float32 or float64 of any shape and strides; the result has the same dtype. Where the
 reduced axes are not the last ones of a C-contiguous array, the array is copied.
 """
 
+import builtins
 import math
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd import parallel
-from isograd.numerics.reference import work_dtype
+from isograd.errors import InvalidProblemError
+from isograd.numerics.reference import narrow, widen, work_dtype
 from isograd.numerics.storage import address, kernel_type, require_array
 from isograd.reduction import numba_kernels
 from isograd.reduction.axes import Axes, normalized
@@ -28,7 +30,7 @@ def _reduce(operation: str, x: NDArray[Any], axis: Axes, keepdims: bool) -> NDAr
     count = math.prod(x.shape[d] for d in axes)
     out = np.empty(shape, x.dtype)
     divisor = work_dtype(x.dtype)(count if operation == "mean" else 1)
-    grain = max(_GRAIN // max(count, 1), 1)
+    grain = builtins.max(_GRAIN // builtins.max(count, 1), 1)
     parallel.for_ranges(
         numba_kernels.sum_rows, out.size, grain, kernel_type(x.dtype), address(terms), address(out), count, divisor
     )
@@ -54,3 +56,35 @@ def mean(x: NDArray[Any], axis: Axes = None, keepdims: bool = False) -> NDArray[
     The sum is formed first, so a mean whose sum overflows is infinite. Errors as for `sum`.
     """
     return _reduce("mean", x, axis, keepdims)
+
+
+def _largest(operation: str, x: NDArray[Any], axis: Axes, keepdims: bool, sign: int) -> NDArray[Any]:
+    x = require_array(operation, "x", x)
+    axes = normalized(operation, axis, x.ndim)
+    if math.prod(x.shape[d] for d in axes) == 0:
+        raise InvalidProblemError(
+            f"{operation}: shape {x.shape} has no elements along axis {axis}; expected one at least"
+        )
+    v = widen(x) * work_dtype(x.dtype)(sign)
+    with np.errstate(invalid="ignore"):
+        m = np.max(v, axis=axes, keepdims=keepdims)
+        if np.any(m == 0):  # NumPy returns either zero, depending on the places of both
+            positive = np.any((v == 0) & ~np.signbit(v), axis=axes, keepdims=keepdims)
+            m = np.where((m == 0) & positive, m.dtype.type(0), m)
+    return narrow(np.asarray(m * m.dtype.type(sign)), x.dtype)
+
+
+def max(x: NDArray[Any], axis: Axes = None, keepdims: bool = False) -> NDArray[Any]:  # noqa: A001 - NumPy's name
+    """The largest element over an axis, a tuple of axes, or all; NaN if there is one, and +0 over -0.
+
+    Raises InvalidProblemError for no elements, and otherwise as `sum`.
+    """
+    return _largest("max", x, axis, keepdims, 1)
+
+
+def min(x: NDArray[Any], axis: Axes = None, keepdims: bool = False) -> NDArray[Any]:  # noqa: A001 - NumPy's name
+    """The smallest element over an axis, a tuple of axes, or all; NaN if there is one, and -0 under +0.
+
+    Errors as for `max`.
+    """
+    return _largest("min", x, axis, keepdims, -1)

@@ -1,8 +1,8 @@
 """Reverse-mode differentiation for plain arrays.
 
-`rules.py` has the operations on arrays and `gather_rules.py` those of the gather family, `variable.py` the values and
-how an operation is applied to them, `recording.py` the tape with checkpoints and the walk backwards, `functions.py` the
-operations as functions.
+`rules.py` has the operations on arrays, `choice_rules.py` maxima and masks, `index_rules.py` indexing and the other
+`*_rules.py` the families; `variable.py` has the values and how an operation is applied to them, `recording.py` the tape
+with checkpoints and the walk backwards, `functions.py` the operations as functions.
 """
 
 from isograd.tape.functions import (
@@ -14,6 +14,7 @@ from isograd.tape.functions import (
     div,
     embedding,
     exp,
+    gelu,
     getitem,
     gumbel_softmax,
     kl_div,
@@ -22,18 +23,24 @@ from isograd.tape.functions import (
     log,
     log_softmax,
     matmul,
+    max,  # noqa: A004 - NumPy's name
+    maximum,
     mean,
+    min,  # noqa: A004 - NumPy's name
+    minimum,
     moe_combine,
     moe_permute,
     moe_router,
     mul,
     neg,
+    power,
     relu,
     renormalize,
     reshape,
     router_z_loss,
     scatter_sum,
     segment_sum,
+    sigmoid,
     silu,
     softmax,
     sparsemax,
@@ -41,8 +48,10 @@ from isograd.tape.functions import (
     sub,
     sum,  # noqa: A004 - NumPy's name
     take_along_axis,
+    tanh,
     top_k,
     transpose,
+    where,
 )
 from isograd.tape.recording import Tape
 from isograd.tape.variable import Variable
@@ -58,6 +67,7 @@ __all__ = [
     "div",
     "embedding",
     "exp",
+    "gelu",
     "getitem",
     "gumbel_softmax",
     "kl_div",
@@ -66,18 +76,24 @@ __all__ = [
     "log",
     "log_softmax",
     "matmul",
+    "max",
+    "maximum",
     "mean",
+    "min",
+    "minimum",
     "moe_combine",
     "moe_permute",
     "moe_router",
     "mul",
     "neg",
+    "power",
     "relu",
     "renormalize",
     "reshape",
     "router_z_loss",
     "scatter_sum",
     "segment_sum",
+    "sigmoid",
     "silu",
     "softmax",
     "sparsemax",
@@ -85,6 +101,8 @@ __all__ = [
     "sub",
     "sum",
     "take_along_axis",
+    "tanh",
     "top_k",
     "transpose",
+    "where",
 ]

@@ -11,15 +11,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from isograd.arrays import to_numpy
+from isograd.arrays import describe_mask, to_numpy
 from isograd.attention import api as attention_family
 from isograd.attention.options import AttentionOptions
 from isograd.attention.problem import Given
+from isograd.elementwise.api import Approximate
 from isograd.errors import InvalidProblemError
 from isograd.losses.cross_entropy import Options
 from isograd.losses.linear_cross_entropy import LinearOptions
 from isograd.router import api as router
-from isograd.tape import attention_rules, gather_rules, loss_rules, router_rules, rules
+from isograd.tape import (
+    attention_rules,
+    choice_rules,
+    gather_rules,
+    index_rules,
+    loss_rules,
+    router_rules,
+    rules,
+    variable,
+)
 from isograd.tape.variable import Operand, Variable, apply
 from isograd.typing import BatchReduction
 
@@ -42,6 +52,12 @@ def mul(a: Operand, b: Operand) -> Variable:
 def div(a: Operand, b: Operand) -> Variable:
     """The quotient of two operands."""
     return apply(rules.div, a, b)
+
+
+def power(a: Operand, b: Operand) -> Variable:
+    """One operand to the power of the other; a Python number as the exponent is not rounded to the dtype."""
+    result: Variable = variable.power(a, b)
+    return result
 
 
 def neg(x: Variable) -> Variable:
@@ -77,6 +93,43 @@ def relu(x: Variable) -> Variable:
 def silu(x: Variable) -> Variable:
     """The product x * sigmoid(x)."""
     return apply(rules.silu, x)
+
+
+def tanh(x: Variable) -> Variable:
+    """The hyperbolic tangent."""
+    return apply(rules.tanh, x)
+
+
+def sigmoid(x: Variable) -> Variable:
+    """The logistic function 1 / (1 + exp(-x))."""
+    return apply(rules.sigmoid, x)
+
+
+def gelu(x: Variable, approximate: Approximate = "none") -> Variable:
+    """The product x * Phi(x), or its tanh form."""
+    return apply(rules.gelu, x, approximate=approximate)
+
+
+def maximum(a: Operand, b: Operand) -> Variable:
+    """The larger one of two operands, element by element; where they are equal both get half of the gradient."""
+    return apply(choice_rules.maximum, a, b)
+
+
+def minimum(a: Operand, b: Operand) -> Variable:
+    """The smaller one of two operands, element by element; where they are equal both get half of the gradient."""
+    return apply(choice_rules.minimum, a, b)
+
+
+def where(mask: Any, a: Operand, b: Operand) -> Variable:
+    """The elements of a where a mask is true, those of b elsewhere; the mask is copied."""
+    return apply(choice_rules.where, a, b, mask=checked_mask("where", mask))
+
+
+def checked_mask(operation: str, mask: Any) -> NDArray[np.bool_]:
+    """A copy of an array of booleans, or an error."""
+    array = np.array(mask) if isinstance(mask, (bool, np.bool_)) else mask
+    describe_mask(array, operation, "mask")
+    return np.array(array)
 
 
 def softmax(x: Variable, axis: int = -1) -> Variable:
@@ -159,6 +212,16 @@ def mean(x: Variable, axis: rules.Axes = None, keepdims: bool = False) -> Variab
     return apply(rules.mean, x, axis=axis, keepdims=keepdims)
 
 
+def max(x: Variable, axis: rules.Axes = None, keepdims: bool = False) -> Variable:  # noqa: A001 - NumPy's name
+    """The largest element over an axis, a tuple of axes, or all; n equal ones get 1 / n of the gradient each."""
+    return apply(choice_rules.max, x, axis=axis, keepdims=keepdims)
+
+
+def min(x: Variable, axis: rules.Axes = None, keepdims: bool = False) -> Variable:  # noqa: A001 - NumPy's name
+    """The smallest element over an axis, a tuple of axes, or all; n equal ones get 1 / n of the gradient each."""
+    return apply(choice_rules.min, x, axis=axis, keepdims=keepdims)
+
+
 def reshape(x: Variable, shape: int | tuple[int, ...]) -> Variable:
     """The same elements in another shape; one size may be -1."""
     return apply(rules.reshape, x, shape=shape)
@@ -170,8 +233,8 @@ def transpose(x: Variable, axes: tuple[int, ...] | None = None) -> Variable:
 
 
 def getitem(x: Variable, index: Any) -> Variable:
-    """A part of x by basic indexing: integers, slices with any step, an ellipsis, None."""
-    return apply(rules.getitem, x, index=index)
+    """A part of x by NumPy's indexing: integers, slices, an ellipsis, None, and arrays of integers or of booleans."""
+    return apply(index_rules.getitem, x, index=index)
 
 
 def concatenate(operands: Sequence[Operand], axis: int = 0) -> Variable:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from isograd.errors import InvalidProblemError
+from isograd.errors import InvalidProblemError, MissingGradientError
 from isograd.fenv import default_environment
 from isograd.numerics.reference import narrow
 from isograd.numerics.storage import require_array
@@ -95,6 +95,25 @@ class _Gradients:
 
 def _digest(value: Array) -> int:
     return zlib.crc32(np.ascontiguousarray(value).view(np.uint8).data) if value.size else 0
+
+
+class Gradients(dict[Variable, Array]):
+    """The gradients of leaves; `get` returns None for any other variable, `[]` raises MissingGradientError."""
+
+    def __init__(self, tape: Tape):
+        super().__init__()
+        self._tape = tape
+
+    def __missing__(self, key: Any) -> NoReturn:
+        if not isinstance(key, Variable):
+            raise MissingGradientError(f"backward: a key is a {type(key).__name__}; expected a leaf of the tape")
+        if key.tape is not self._tape:
+            reason = "it belongs to another tape than the one that was walked through"
+        elif key._frame is self._tape._root and key._index in self._tape._leaves:
+            reason = "backward was called before the leaf was made"
+        else:
+            reason = "it was computed by an operation, and backward returns the gradients of leaves"
+        raise MissingGradientError(f"backward: no gradient for a variable of {key.dtype} {key.shape}: {reason}")
 
 
 class Tape:
@@ -195,11 +214,12 @@ class Tape:
             )
         return frame, out
 
-    def backward(self, out: Variable, upstream: Array | None = None) -> dict[Variable, Array]:
+    def backward(self, out: Variable, upstream: Array | None = None) -> Gradients:
         """The gradient of `out` for every leaf of the tape that is still referenced, zeros where `out` ignores it.
 
         `upstream` is the gradient of what follows, with the shape and dtype of `out`; it may be left out where `out`
-        has one element, and is 1 then. Gradients have the shape and dtype of their leaf.
+        has one element, and is 1 then. Gradients have the shape and dtype of their leaf. The result is a dict that
+        raises MissingGradientError, which is a KeyError too, for a variable that is none of these leaves.
 
         Raises InvalidProblemError for an `out` of another tape, an `upstream` that does not match, and inside a
         checkpoint.
@@ -212,7 +232,7 @@ class Tape:
         with default_environment(), np.errstate(all="ignore"):
             gradients.add(out._index, self._upstream(out, upstream))
             self._walk(self._root, gradients, out._index)
-        result = {}
+        result = Gradients(self)
         for index, reference in self._leaves.items():
             leaf = reference()
             if leaf is not None:

@@ -1,5 +1,7 @@
 """The operations of the tape on plain arrays: each returns its value and, for every operand, the gradient function.
 
+Families, choices between values and indexing have rules in files of their own.
+
 A gradient function takes the upstream gradient, of the shape and dtype of the value, and returns the operand's. The
 arithmetic is done in the work type and rounded to the storage type once; an operand that was broadcast gets the
 order-free sum over the axes that it was repeated along. The caller provides the default floating-point environment
@@ -11,6 +13,7 @@ and silences NumPy's warnings. With g for the upstream gradient:
     exp        RN(g * y), y as stored            log    RN(g / x)
     sqrt       RN(RN(g / 2) / y), y as stored    relu   g where x > 0 or x is NaN, else 0
     mean       RN(g / count)                     matmul da = g @ b^T, db = a^T @ g, broadcast batches inside the product
+    power, tanh, sigmoid, silu, gelu             as in `elementwise/reference.py`
 """
 
 import math
@@ -21,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd.elementwise import api as elementwise
-from isograd.errors import IndexOutOfRangeError, InvalidProblemError, UnsupportedError
+from isograd.errors import InvalidProblemError
 from isograd.numerics import matmul as product
 from isograd.numerics.reference import narrow, work_dtype
 from isograd.reduction import api as reduction
@@ -119,6 +122,18 @@ def neg(x: Array) -> Result:
     return stored(-x, x.dtype), (lambda g: stored(-g, g.dtype),)
 
 
+def power(a: Array, *exponents: Array, exponent: float = 0.0) -> Result:
+    """One operand to the power of the other, or of a number, which is not rounded."""
+    b = exponents[0] if exponents else np.asarray(exponent, np.float64)
+    _check_broadcast("power", a, b)
+    shape_a, shape_b, dtype = a.shape, b.shape, a.dtype
+    gradients = (
+        lambda g: _unbroadcast(elementwise.power_backward(g, a, b), shape_a, dtype),
+        lambda g: _unbroadcast(elementwise.power_backward_exponent(g, a, b), shape_b, dtype),
+    )
+    return elementwise.power(a, b), gradients[: 1 + len(exponents)]
+
+
 # --- matrix products -------------------------------------------------------------------------------------------------
 def _contract(left: Array, right: Array, batch: tuple[int, ...], kept: tuple[int, ...]) -> Array:
     """Contract [*batch, R, P] and [*batch, R, Q] to [*kept, P, Q].
@@ -188,6 +203,23 @@ def silu(x: Array) -> Result:
     return elementwise.silu(x), (lambda g: elementwise.silu_backward(g, x),)
 
 
+def tanh(x: Array) -> Result:
+    """The hyperbolic tangent."""
+    y = elementwise.tanh(x)
+    return y, (lambda g: elementwise.tanh_backward(g, y),)
+
+
+def sigmoid(x: Array) -> Result:
+    """The logistic function."""
+    y = elementwise.sigmoid(x)
+    return y, (lambda g: elementwise.sigmoid_backward(g, y),)
+
+
+def gelu(x: Array, approximate: elementwise.Approximate) -> Result:
+    """The product x * Phi(x), or its tanh form."""
+    return elementwise.gelu(x, approximate), (lambda g: elementwise.gelu_backward(g, x, approximate),)
+
+
 def softmax(x: Array, axis: int) -> Result:
     """Softmax over an axis."""
     y: Array = softmax_family.softmax(x, axis=axis)
@@ -240,29 +272,6 @@ def transpose(x: Array, axes: tuple[int, ...] | None) -> Result:
         raise InvalidProblemError(f"transpose: axes are {axes}; expected a permutation of the {x.ndim} axes")
     inverse = tuple(int(d) for d in np.argsort(order))
     return x.transpose(order), (lambda g: g.transpose(inverse),)
-
-
-def getitem(x: Array, index: Any) -> Result:
-    """Basic indexing: integers, slices with any step, an ellipsis and new axes."""
-    for part in index if isinstance(index, tuple) else (index,):
-        basic = part is None or part is Ellipsis or isinstance(part, (int, np.integer, slice))
-        if not basic or isinstance(part, bool):
-            raise UnsupportedError(
-                f"getitem: the index has a {type(part).__name__}; supported: integers, slices, an ellipsis and None"
-            )
-
-    shape = x.shape
-    try:
-        y = np.asarray(x[index])
-    except IndexError as error:
-        raise IndexOutOfRangeError(f"getitem: {error}; the shape is {shape}") from None
-
-    def gradient(g: Array) -> Array:
-        dx = np.zeros(shape, g.dtype)
-        dx[index] = g
-        return dx
-
-    return y, (gradient,)
 
 
 def concatenate(*arrays: Array, axis: int) -> Result:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
+from isograd.elementwise.api import Approximate
 from isograd.errors import InvalidProblemError
 from isograd.fenv import default_environment
 from isograd.numerics.reference import narrow, work_dtype
-from isograd.tape import rules
+from isograd.numerics.storage import dtype_name
+from isograd.tape import choice_rules, index_rules, rules
 
 if TYPE_CHECKING:
     from isograd.tape.recording import Frame, Tape
@@ -24,6 +27,9 @@ class Variable:
     Made by `Tape.leaf` and by operations, never directly. Other operands may be variables of the same tape, NumPy
     arrays and scalars of the same dtype (constants; they are copied), and Python numbers, which take the variable's
     dtype. `value` is read-only, because gradients are computed from it later.
+
+    Comparisons, `==` and `!=` too, give arrays of booleans, which are constants. As a key of dicts and sets a variable
+    is itself: no other one has its hash. `in` and `list.index` compare with `==`, as for NumPy's arrays.
     """
 
     __slots__ = ("__weakref__", "_frame", "_index", "_tape", "_value")
@@ -80,6 +86,26 @@ class Variable:
         def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
             raise TypeError("a Variable does not turn into an array, which would lose its gradient; use variable.value")
 
+    def __eq__(self, other: object) -> NDArray[np.bool_]:  # type: ignore[override]
+        return compare("equal", self, other) if isinstance(other, _COMPARABLE) else NotImplemented
+
+    def __ne__(self, other: object) -> NDArray[np.bool_]:  # type: ignore[override]
+        return compare("not_equal", self, other) if isinstance(other, _COMPARABLE) else NotImplemented
+
+    def __lt__(self, other: Operand) -> NDArray[np.bool_]:
+        return compare("less", self, other)
+
+    def __le__(self, other: Operand) -> NDArray[np.bool_]:
+        return compare("less_equal", self, other)
+
+    def __gt__(self, other: Operand) -> NDArray[np.bool_]:
+        return compare("greater", self, other)
+
+    def __ge__(self, other: Operand) -> NDArray[np.bool_]:
+        return compare("greater_equal", self, other)
+
+    __hash__ = object.__hash__
+
     def __add__(self, other: Operand) -> Variable:
         return apply(rules.add, self, other)
 
@@ -113,8 +139,16 @@ class Variable:
     def __neg__(self) -> Variable:
         return apply(rules.neg, self)
 
+    def __pow__(self, other: Operand) -> Variable:
+        result: Variable = power(self, other)
+        return result
+
+    def __rpow__(self, other: Operand) -> Variable:
+        result: Variable = power(other, self)
+        return result
+
     def __getitem__(self, index: Any) -> Variable:
-        return apply(rules.getitem, self, index=index)
+        return apply(index_rules.getitem, self, index=index)
 
     def exp(self) -> Variable:
         """The exponential."""
@@ -136,6 +170,18 @@ class Variable:
         """The product x * sigmoid(x)."""
         return apply(rules.silu, self)
 
+    def tanh(self) -> Variable:
+        """The hyperbolic tangent."""
+        return apply(rules.tanh, self)
+
+    def sigmoid(self) -> Variable:
+        """The logistic function 1 / (1 + exp(-x))."""
+        return apply(rules.sigmoid, self)
+
+    def gelu(self, approximate: Approximate = "none") -> Variable:
+        """The product x * Phi(x), or its tanh form."""
+        return apply(rules.gelu, self, approximate=approximate)
+
     def softmax(self, axis: int = -1) -> Variable:
         """Softmax over an axis."""
         return apply(rules.softmax, self, axis=axis)
@@ -151,6 +197,14 @@ class Variable:
     def mean(self, axis: rules.Axes = None, keepdims: bool = False) -> Variable:
         """The mean over an axis, a tuple of axes, or all."""
         return apply(rules.mean, self, axis=axis, keepdims=keepdims)
+
+    def max(self, axis: rules.Axes = None, keepdims: bool = False) -> Variable:
+        """The largest element over an axis, a tuple of axes, or all; equal ones share the gradient."""
+        return apply(choice_rules.max, self, axis=axis, keepdims=keepdims)
+
+    def min(self, axis: rules.Axes = None, keepdims: bool = False) -> Variable:
+        """The smallest element over an axis, a tuple of axes, or all; equal ones share the gradient."""
+        return apply(choice_rules.min, self, axis=axis, keepdims=keepdims)
 
     def reshape(self, *shape: Any) -> Variable:
         """The same elements in another shape, given as a tuple or as several sizes."""
@@ -168,6 +222,9 @@ class Variable:
         return self.transpose()
 
 
+_COMPARABLE = (Variable, np.ndarray, np.generic, int, float)
+
+
 def _constant(operation: str, operand: Operand, dtype: np.dtype[Any]) -> NDArray[Any]:
     if isinstance(operand, (np.ndarray, np.generic)):
         if operand.dtype != dtype:
@@ -176,7 +233,7 @@ def _constant(operation: str, operand: Operand, dtype: np.dtype[Any]) -> NDArray
         # A copy, with canonical NaNs: the caller may overwrite the original before the gradients are computed.
         return narrow(np.asarray(operand), dtype)
     if isinstance(operand, (int, float)) and not isinstance(operand, bool):
-        return narrow(np.asarray(operand, work_dtype(dtype)), dtype)
+        return narrow(np.asarray(number(operation, operand), work_dtype(dtype)), dtype)
     raise InvalidProblemError(
         f"{operation}: an operand is a {type(operand).__name__}; expected a variable, a NumPy array of dtype {dtype} "
         "or a Python number"
@@ -209,3 +266,51 @@ def apply(rule: Any, *operands: Operand, one_dtype: bool = True, **options: Any)
         ]
         value, gradients = rule(*values, **options)
     return tape._record(value, parents, gradients)
+
+
+def number(operation: str, value: float) -> float:
+    """A Python number in binary64; InvalidProblemError for an integer beyond it."""
+    try:
+        return float(value)
+    except OverflowError:
+        raise InvalidProblemError(f"{operation}: an operand is an integer beyond the range of binary64") from None
+
+
+def power(base: Operand, exponent: Operand, run: Callable[..., Any] = apply) -> Any:
+    """One operand to the power of the other, by `run`; a Python number as the exponent stays in binary64."""
+    if isinstance(exponent, (int, float)) and not isinstance(exponent, (bool, np.generic)):
+        return run(rules.power, base, exponent=number("power", exponent))
+    return run(rules.power, base, exponent)
+
+
+def values(operation: str, *operands: Operand) -> list[NDArray[Any]]:
+    """The values of variables and of arrays and numbers, at least one of them no number, in their common dtype."""
+    for x in operands:
+        if isinstance(x, (Variable, np.ndarray, np.generic)):
+            dtype = x.dtype
+            break
+    else:
+        kinds = ", ".join(type(x).__name__ for x in operands)
+        raise InvalidProblemError(f"{operation}: got {kinds}; expected at least one variable or array")
+    dtype_name(dtype, operation, "an operand")
+    given = (x.value if isinstance(x, Variable) else x for x in operands)
+    return [_constant(operation, x, dtype) for x in given]
+
+
+def compare(operation: str, a: Operand, b: Operand) -> NDArray[np.bool_]:
+    """The mask of one of NumPy's comparisons; no gradient passes through it."""
+    with default_environment(), np.errstate(all="ignore"):
+        left, right = values(operation, a, b)
+        try:
+            return np.asarray(getattr(np, operation)(left, right))
+        except ValueError:
+            raise InvalidProblemError(
+                f"{operation}: the shapes {left.shape} and {right.shape} do not broadcast"
+            ) from None
+
+
+def evaluate(rule: Any, *operands: Operand, **options: Any) -> NDArray[Any]:
+    """The value of an operation of `rules` where none of the operands is a variable."""
+    with default_environment(), np.errstate(all="ignore"):
+        value, _ = rule(*values(rule.__name__, *operands), **options)
+    return np.asarray(value)
