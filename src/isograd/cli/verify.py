@@ -93,7 +93,7 @@ def _run(entries: list[registry.Entry], digests: Any, console: Console, reports:
                     activity.step(f"{name}: {case}", advance=0)
 
                 verify_kernel(entry, inputs, digests, step, reports)
-                activity.step("")
+                activity.step(f"{operation} {dtype}")
 
 
 def as_dict(
