@@ -53,26 +53,26 @@ def kernels(
     """
     entries = _select(device, operation or [], dtype or [])
     if as_json:
-        typer.echo(json.dumps({"kernels": [as_dict(e, sku(e)) for e in entries]}, indent=2))
+        rows = [as_dict(e, sku(e)) for e in sorted(entries, key=_position)]
+        typer.echo(json.dumps({"kernels": rows}, indent=2))
         return
     lines = _details(entries) if operation else _glance(entries) if entries else ["No kernel is registered for these."]
     output_console().print("\n".join(lines), markup=False, soft_wrap=True)
 
 
 def _select(device: str | None, operations: list[str], dtypes: list[str]) -> list[registry.Entry]:
-    """The entries of the registry that the options name, by operation; those of a problem in the order of choice."""
+    """The entries of the registry that the options name, in the order of choice."""
     everything = registry.kernels()
     require_accepted("--device", [device] if device else [], dict.fromkeys([*DEVICES, *(e.device for e in everything)]))
     require_accepted("--operation", operations, dict.fromkeys([*SUITES, *(e.operation for e in everything)]))
     require_accepted("--dtype", dtypes, TYPES)
-    chosen = [
+    return [
         e
         for e in everything
         if device in (None, e.device)
         and (not operations or e.operation in operations)
         and (not dtypes or e.dtype in dtypes)
     ]
-    return sorted(chosen, key=_position)
 
 
 def _position(entry: registry.Entry) -> tuple[int, str, int, str, int]:
@@ -89,14 +89,12 @@ def _position(entry: registry.Entry) -> tuple[int, str, int, str, int]:
 def _glance(entries: list[registry.Entry]) -> Iterator[str]:
     """A line for every operation, with the names of the kernels that each device has for it."""
     devices = list(dict.fromkeys(e.device for e in sorted(entries, key=lambda e: _position(e)[2:])))
-    rows = {e.operation: {d: list[str]() for d in devices} for e in entries}
+    rows = {e.operation: {d: list[str]() for d in devices} for e in sorted(entries, key=_position)}
     for e in entries:
         if e.kernel.name not in (names := rows[e.operation][e.device]):
             names.append(e.kernel.name)
-    table = [
-        ["operation", *devices],
-        *([name, *(", ".join(c) or "-" for c in row.values())] for name, row in rows.items()),
-    ]
+    table = [["operation", *devices]]
+    table += [[name, *(",".join(names) or "-" for names in row.values())] for name, row in rows.items()]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -107,7 +105,7 @@ def _glance(entries: list[registry.Entry]) -> Iterator[str]:
 def _details(entries: list[registry.Entry]) -> Iterator[str]:
     """All about every kernel, a few lines each: its types together where what it says is the same for them."""
     groups: dict[tuple[str, str, str], dict[tuple[str, ...], list[str]]] = {}
-    for e in entries:
+    for e in sorted(entries, key=_position):
         said = groups.setdefault((e.operation, e.device, e.kernel.name), {})
         said.setdefault(tuple(_about(e, sku(e))), []).append(e.dtype)
     previous = ""
