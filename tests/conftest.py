@@ -51,8 +51,8 @@ def pytest_collection_modifyitems(items):
 def pytest_sessionfinish():
     """Let a worker end at once: pytest-xdist interrupts one that takes more than five seconds after its last test.
 
-    pytest collects garbage in the end. With torch, Numba and all kernels loaded that takes longer on a busy machine, and
-    the interrupt came out as a warning of a KeyboardInterrupt that no test had raised.
+    pytest collects garbage in the end. With torch, Numba and all kernels loaded that can take longer on a busy machine,
+    and the interrupt came out as a warning of a KeyboardInterrupt that no test had raised.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         gc.freeze()

@@ -228,13 +228,13 @@ def test_mismatched_operands():
 
 def test_outputs_that_do_not_fit():
     x = torch.ones(2, 3)
-    with pytest.raises(BufferTooSmallError, match=r"y has shape \(2, 2\)"):
+    with pytest.raises(BufferTooSmallError, match=r"softmax: out has shape \(2, 2\)"):
         igt.softmax(x, -1, out=torch.empty(2, 2))
-    with pytest.raises(InvalidProblemError, match=r"y has shape \(3, 3\)"):
+    with pytest.raises(InvalidProblemError, match=r"softmax: out has shape \(3, 3\)"):
         ig.softmax(x, out=torch.empty(3, 3))
-    with pytest.raises(InvalidProblemError, match="y has dtype float64"):
+    with pytest.raises(InvalidProblemError, match="softmax: out has dtype float64; expected float32"):
         igt.softmax(x, -1, out=torch.empty(2, 3, dtype=torch.float64))
-    with pytest.raises(DeviceMismatchError, match="y is on meta"):
+    with pytest.raises(DeviceMismatchError, match="input is on cpu, out is on meta; expected all on cpu"):
         igt.softmax(x, -1, out=torch.empty(2, 3, device="meta"))
     with pytest.raises(InvalidProblemError, match="out is ndarray"):
         igt.softmax(x, -1, out=np.empty((2, 3), np.float32))
