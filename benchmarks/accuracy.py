@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import isograd
+from isograd.cli.files import checked_file
 from isograd.numerics import random
 from isograd.softmax import bounds, reference
 
@@ -66,7 +67,7 @@ def main() -> None:
     """Print a table and write it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
-    output = parser.parse_args().output
+    output = checked_file(parser.parse_args().output, "--output")
     oracles = {"softmax": reference.oracle_softmax, "log_softmax": reference.oracle_log_softmax}
     results: dict[str, dict[str, dict[str, float]]] = {}
     for operation, functions in contenders().items():

@@ -23,6 +23,7 @@ from rich.table import Table
 
 import isograd as ig
 from isograd.cli import measure
+from isograd.cli.files import checked_folder
 
 ROUNDS = 11
 
@@ -71,6 +72,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--quick", action="store_true", help="small inputs: a try, not a comparison")
     options = parser.parse_args()
+    checked_folder(options.output, "--output")
     torch.set_num_threads(ig.get_num_threads())
     torch.manual_seed(0)
     where = measure.machine(torch)

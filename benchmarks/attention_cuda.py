@@ -29,6 +29,7 @@ from isograd.attention import triton_tiles as tiles
 from isograd.attention.descriptors import AttentionBackwardDescriptor
 from isograd.attention.options import AttentionOptions
 from isograd.cli.bench_cuda import environment
+from isograd.cli.files import checked_file
 from isograd.triton_launcher import Launcher
 
 TOKENS = 32_768
@@ -300,6 +301,7 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--head-dim", type=int, choices=(64, 128))
     arguments = parser.parse_args()
+    checked_file(arguments.out and arguments.out.with_suffix(".json"), "--out")
     torch.manual_seed(0)
     checked = check_values()
     console.print(f"{checked} results within twice the plain computation's error")

@@ -28,6 +28,7 @@ from rich.table import Table
 import isograd as ig
 import isograd.torch as igt
 from isograd.cli import measure
+from isograd.cli.files import checked_folder
 from isograd.cli.progress import Activity
 
 Call = Callable[[], Any]
@@ -443,6 +444,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small inputs: a try, not a comparison")
     parser.add_argument("--only", nargs="*", choices=list(FAMILIES), default=list(FAMILIES))
     options = parser.parse_args()
+    checked_folder(options.output, "--output")
     console, messages = Console(), Console(stderr=True)
     rounds = 3 if options.quick else ROUNDS
     torch.set_num_threads(ig.get_num_threads())

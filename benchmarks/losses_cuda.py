@@ -19,6 +19,7 @@ import torch
 
 import isograd as ig
 from isograd.cli.bench_cuda import environment, medians
+from isograd.cli.files import checked_file
 from isograd.losses import cross_entropy_reference as reference
 
 Functions = dict[str, Callable[[], Any]]
@@ -171,6 +172,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="without torch.compile, fewer rounds")
     parser.add_argument("--only", choices=("plain", "linear"), help="one of the two operations")
     arguments = parser.parse_args()
+    checked_file(arguments.out, "--out")
     checked = check_bits() if arguments.only != "linear" else 0
     print(f"{checked} results equal the reference, bit for bit")
     rounds = 5 if arguments.quick else 15

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from device_times import Call, graphed, measure
 
+from isograd.cli.files import checked_file
 from isograd.cli.suites.router import SUITES
 from isograd.router import triton_launch as router
 from isograd.router import triton_losses_launch as losses
@@ -216,6 +217,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--explore", action="store_true")
     options = parser.parse_args()
+    checked_file(options.json, "--json")
     name, begin = torch.cuda.get_device_name(), time.monotonic()
     print(f"{name}, torch {torch.__version__}", flush=True)
     cases, wrong = check_bits()

@@ -1,6 +1,7 @@
 """Fixtures that every folder of tests shares."""
 
 import functools
+import gc
 import os
 import subprocess
 import sys
@@ -44,6 +45,17 @@ def pytest_collection_modifyitems(items):
         return ("triton" not in path.name and path.name != "test_verify.py", folders[path.parent].index(path))
 
     items[:] = [item for path in sorted(files, key=rank) for item in files[path]]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish():
+    """Let a worker end at once: pytest-xdist interrupts one that takes more than five seconds after its last test.
+
+    pytest collects garbage in the end. With torch, Numba and all kernels loaded that can take longer on a busy machine,
+    and the interrupt came out as a warning of a KeyboardInterrupt that no test had raised.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        gc.freeze()
 
 
 @pytest.fixture

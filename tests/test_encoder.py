@@ -171,7 +171,7 @@ def test_an_argument_that_was_freed():
 def test_devices_streams_and_kinds_of_arrays():
     x, y = data(), np.empty((4, 6), np.float32)
     plan = ig.SoftmaxPlan.select(ig.SoftmaxDescriptor("softmax", x.shape, "float32", -1))
-    with pytest.raises(DeviceMismatchError, match="the plan is for cpu; the encoder for cuda"), ig.Encoder("cuda"):
+    with pytest.raises(DeviceMismatchError, match="it runs on cpu; the encoder records for cuda"), ig.Encoder("cuda"):
         plan.run(x=x, y=y)
     with pytest.raises(InvalidProblemError, match="stream"), ig.Encoder():
         plan.run(x=x, y=y, stream=object())

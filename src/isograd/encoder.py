@@ -196,7 +196,9 @@ class Encoder:
         with self.unguarded():
             operation = plan.sku.op
             if plan.device != self._kind:
-                raise DeviceMismatchError(f"{operation}: the plan is for {plan.device}; the encoder for {self.device}")
+                raise DeviceMismatchError(
+                    f"{operation}: it runs on {plan.device}; the encoder records for {self.device}"
+                )
             if stream is not None:
                 raise InvalidProblemError(f"{operation}: stream is {stream!r}; a recording takes None only")
             arguments = {key: unwrapped(array) for key, array in arguments.items()}

@@ -279,7 +279,7 @@ class Plan:
             plain &= self._check_array(operand, array, arguments)
             if array.shape != operand.shape:
                 raise InvalidProblemError(
-                    f"{name}: {operand.name} has shape {tuple(array.shape)}; the plan is for {operand.shape}"
+                    f"{name}: {operand.name} has shape {tuple(array.shape)}; expected {operand.shape}"
                 )
         for operand in self._outputs:
             plain &= self._check_array(operand, arguments[operand.name], arguments)
@@ -309,9 +309,9 @@ class Plan:
         else:
             device, dtype = arrays.describe(array, name, key, operand.dtype in INDEX_DTYPES)
         if device != self.device:
-            raise DeviceMismatchError(f"{name}: {self._locations(arguments)}; the plan is for {self.device}")
+            raise DeviceMismatchError(f"{name}: {self._locations(arguments)}; expected all on {self.device}")
         if dtype != operand.dtype:
-            raise InvalidProblemError(f"{name}: {key} has dtype {dtype}; the plan is for {operand.dtype}")
+            raise InvalidProblemError(f"{name}: {key} has dtype {dtype}; expected {operand.dtype}")
         if not arrays.is_aligned(array):
             raise MisalignedOperandError(
                 f"{name}: {key} has an address or strides that are no multiple of its element size; "
@@ -353,7 +353,7 @@ class Plan:
         available, address = arrays.byte_buffer(workspace, name)
         place = arrays.location(workspace)
         if place.partition(":")[0] != self.device:
-            raise DeviceMismatchError(f"{name}: workspace is on {place}; the plan is for {self.device}")
+            raise DeviceMismatchError(f"{name}: workspace is on {place}; expected {self.device}")
         if available < self.workspace_size:
             raise WorkspaceTooSmallError(
                 f"{name}: workspace has {available} bytes; the plan needs {self.workspace_size}"

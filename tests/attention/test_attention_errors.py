@@ -140,9 +140,9 @@ def test_outputs_are_not_touched():
     with pytest.raises(INVALID, match="cu_seqlens_q starts"):
         ig.attention(*PACKED, cu_seqlens=(ends(1, 4, 10), GOOD), out=out)
     assert np.all(out == 7)
-    with pytest.raises(INVALID, match="o overlaps q"):
+    with pytest.raises(INVALID, match="attention: out overlaps q"):
         ig.attention(out, out.copy(), out, out=out)
-    with pytest.raises(ig.BufferTooSmallError, match="o has shape"):
+    with pytest.raises(ig.BufferTooSmallError, match="attention: out has shape"):
         ig.attention(*PACKED, out=out[:, :1])
     with pytest.raises(INVALID, match="out is given"):
         ig.attention(ig.Tape().leaf(out), out, out, out=out)

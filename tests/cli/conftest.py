@@ -14,10 +14,11 @@ from isograd.cli.main import app
 
 @pytest.fixture
 def cli():
-    """Run a command; the result has exit_code, stdout and stderr."""
+    """Run a command on streams of an encoding; the result has exit_code, stdout and stderr."""
 
-    def run(*arguments):
-        return CliRunner(env={"COLUMNS": "100", "TERM": "dumb"}).invoke(app, [str(a) for a in arguments])
+    def run(*arguments, encoding="utf-8"):
+        runner = CliRunner(charset=encoding, env={"COLUMNS": "100", "TERM": "dumb"})
+        return runner.invoke(app, [str(a) for a in arguments])
 
     return run
 

@@ -107,6 +107,66 @@ def test_machine():
     assert measure.cpu_model()
 
 
+def refused(result, *fragments):
+    assert result.exit_code == 2
+    assert result.stderr.startswith("isograd: ")
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert [f for f in fragments if f not in result.stderr] == []
+
+
+@pytest.mark.parametrize("kind", ["a file", "below a file"])
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(cli, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(measure, "problems", lambda quick: pytest.fail("it began to measure"))
+    file = tmp_path / "file"
+    file.write_text("")
+    folder = file if kind == "a file" else file / "folder"
+    refused(cli("bench", "--output", folder), f"--output is '{folder}'", "expected a writeable folder")
+
+
+def test_results_that_cannot_be_written_in_the_end_are_shown(cli, tmp_path, tiny):
+    (tmp_path / (measure.file_stem(measure.cpu_model()) + ".json")).mkdir()
+    result = cli("bench", "--quick", "--output", tmp_path)
+    assert "log_softmax_backward, bfloat16" in result.stdout
+    assert result.exit_code == 2
+    assert "could not be written (Is a directory); the results are above" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_an_interrupted_run_keeps_its_results(cli, tmp_path, tiny, monkeypatch):
+    measured, seen = measure.Bench.measure, []
+
+    def interrupted(self, *problem):
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        seen.append(problem)
+        return measured(self, *problem)
+
+    monkeypatch.setattr(measure.Bench, "measure", interrupted)
+    result = cli("bench", "--quick", "--output", tmp_path)
+    assert result.exit_code == 130
+    assert "Interrupted. Measuring: 4 of 16" in result.stderr
+    assert "softmax, bfloat16" in result.stdout
+    _, report = load(tmp_path)
+    assert report["interrupted"] is True
+    assert len(report["results"]) == 3
+
+
+def test_a_busy_machine_is_named_and_compared_with_nothing(cli, tmp_path, tiny, monkeypatch):
+    times = iter([1.0] + [2.0] * 15)
+    monkeypatch.setattr(measure, "spread", lambda seconds: next(times))
+    result = cli("bench", "--quick", "--output", tmp_path)
+    assert result.exit_code == 0
+    assert "The machine was busy: in 15 of 16 rows" in result.stdout
+    assert result.stdout.count(" busy ") == 2 * 15
+    _, report = load(tmp_path)
+    assert [row["copy_spread"] for row in report["results"]] == [1.0] + [2.0] * 15
+
+
+def test_spread():
+    assert measure.spread([1.0] * 19 + [50.0, 0.01]) == 1
+    assert measure.spread([1.0] * 5 + [3.0] * 5) == 3
+
+
 def test_a_device_that_is_not_there_is_named(cli):
     result = cli("bench", "--device", "tpu")
     assert result.exit_code == 2

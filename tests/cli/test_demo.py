@@ -81,6 +81,35 @@ def test_same_weights_in_processes_with_other_threads(cli, cli_process, tmp_path
     assert other["sha256"] != one["sha256"]
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "train", lambda *a: pytest.fail("it began to train"))
+    file = tmp_path / "file"
+    file.write_text("")
+    result = cli("demo", "--output", file)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"isograd: --output is '{file}', where no file can be written")
+
+
+def test_a_picture_that_cannot_be_written_in_the_end_hides_no_result(cli, tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "isograd-demo.png").mkdir()
+    result = cli("demo", "--epochs", 1, "--output", tmp_path)
+    assert "SHA-256 of the final weights" in result.stdout
+    assert result.exit_code == 2
+    assert "isograd-demo.png' could not be written (Is a directory); the results are above" in result.stderr
+
+
+def test_an_interrupt_says_how_far_it_came(cli, tmp_path, monkeypatch):
+    def interrupted(loss, *rest):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(models, "student_loss", interrupted)
+    result = cli("demo", "--epochs", 1, "--output", tmp_path)
+    assert result.exit_code == 130
+    assert "Interrupted. Training: 1 of 2" in result.stderr
+    assert "teacher: loss" in result.stderr
+
+
 def test_without_scikit_learn(cli, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     result = cli("demo", "--output", tmp_path)

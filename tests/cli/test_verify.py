@@ -94,7 +94,7 @@ def test_kernels_are_as_published(cli, operations, dtypes):
 def test_json(cli):
     found = json.loads(cli("verify", "--json", *ONE).stdout)
     assert found.keys() == {
-        "isograd", "device", "machine", "threads", "passed", "seconds", "not_verified", "kernels",
+        "isograd", "device", "machine", "threads", "passed", "interrupted", "seconds", "not_verified", "kernels",
     }  # fmt: skip
     (kernel,) = found["kernels"]
     assert kernel.keys() == {
@@ -253,6 +253,37 @@ class Modest(PlainSoftmax):
             error_bound=ig.ErrorBound("none", lambda x, axis=-1: np.full(x.shape, np.inf)),
         )  # fmt: skip
         return replace(sku, precision_guarantee=modest)
+
+
+def test_an_interrupted_run_reports_what_it_did(cli, plant):
+    def spoil(descriptor, arguments):
+        arguments["y"][...] = 0
+        if descriptor.shape == (64, 256):
+            raise KeyboardInterrupt
+
+    plant(Faulty(spoil))
+    result = cli("verify", *ONE)
+    assert result.exit_code == 130
+    assert "Interrupted. Verifying kernels: 0 of 2, 0:" in result.stderr
+    assert "softmax float32: 64 x 256" in result.stderr
+    assert "kernel faulty, case '6 x 1', error bound" in result.stdout
+    assert "All as promised" not in result.stdout
+    found = json.loads(cli("verify", "--json", *ONE).stdout)
+    assert (found["interrupted"], found["passed"]) == (True, False)
+    (faulty,) = found["kernels"]
+    assert faulty["kernel"] == "faulty"
+    assert faulty["failures"]
+
+
+def test_an_interrupted_run_without_failures_has_not_passed(cli, plant):
+    def stop(descriptor, arguments):
+        raise KeyboardInterrupt
+
+    plant(Faulty(stop))
+    result = cli("verify", *ONE)
+    assert result.exit_code == 130
+    assert "Interrupted: as promised so far" in result.stdout
+    assert json.loads(cli("verify", "--json", *ONE).stdout)["passed"] is False
 
 
 def test_only_what_is_promised_is_checked(cli, plant):

@@ -184,7 +184,7 @@ def test_the_plan_of_a_gpu():
     assert same_bits(x, buffer[:, ::2])
     with pytest.raises(InvalidProblemError, match="y overlaps x in part"):
         plan.run(x=buffer[:, :100], y=buffer[:, 50:150])
-    with pytest.raises(DeviceMismatchError, match="x is on cpu, y is on cuda:0; the plan is for cuda"):
+    with pytest.raises(DeviceMismatchError, match="x is on cpu, y is on cuda:0; expected all on cuda"):
         plan.run(x=x.cpu(), y=x)
     with pytest.raises(DeviceMismatchError, match="dy is on cpu and y on cuda:0"):
         ig.softmax_backward(x.cpu(), x)
@@ -388,7 +388,7 @@ def test_encoder_errors():
     x, out = sample(4, 6, device="cuda"), torch.zeros(4, 6, device="cuda")
     with pytest.raises(InvalidProblemError, match="which the recording reads"), ig.Encoder("cuda"):
         ig.softmax(x, out=x)
-    with pytest.raises(DeviceMismatchError, match="the plan is for cuda; the encoder for cpu"), ig.Encoder("cpu"):
+    with pytest.raises(DeviceMismatchError, match="it runs on cuda; the encoder records for cpu"), ig.Encoder("cpu"):
         ig.softmax(x, out=out)
     with ig.Encoder("cuda") as encoder:
         ig.softmax(x, out=out)

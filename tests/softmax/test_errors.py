@@ -112,6 +112,18 @@ def test_axis_that_is_no_integer(function, axis):
     refused(lambda: call(function, array(), axis), ig.InvalidProblemError, function.__name__, repr(axis), "integers")
 
 
+@each_function
+def test_an_output_that_does_not_fit_is_called_out(function):
+    for out, fragment in (
+        (array(dtype=np.float64), "out has dtype float64; expected float32"),
+        (array((6, 4)), "out has shape (6, 4); the result has shape (4, 6)"),
+        ([1.0], "out is list"),
+    ):
+        refused(
+            lambda out=out: call(function, array(), out=out), ig.InvalidProblemError, f"{function.__name__}: {fragment}"
+        )
+
+
 def test_axis_that_cannot_be_hashed():
     refused(lambda: ig.softmax(array(), [0]), ig.InvalidProblemError, "softmax", "axis", "[0]")
 

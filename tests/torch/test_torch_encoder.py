@@ -123,7 +123,10 @@ def test_what_a_recording_cannot_contain():
         igt.softmax(x.clone().requires_grad_(), -1)
     with pytest.raises(UnsupportedError, match="cannot contain a conversion"), ig.Encoder():
         igt.softmax(x, -1, dtype=torch.float64)
-    with pytest.raises(DeviceMismatchError, match="the plan is for cpu; the encoder for cuda:1"), ig.Encoder("cuda:1"):
+    with (
+        pytest.raises(DeviceMismatchError, match="it runs on cpu; the encoder records for cuda:1"),
+        ig.Encoder("cuda:1"),
+    ):
         igt.softmax(x, -1)
     with torch.no_grad(), ig.Encoder():
         y = igt.softmax(x.clone().requires_grad_(), -1)

@@ -17,7 +17,7 @@ from isograd.attention.descriptors import (
 from isograd.attention.options import AttentionOptions, Window
 from isograd.attention.plans import AttentionBackwardPlan, AttentionDeltaPlan, AttentionPlan
 from isograd.attention.reference import AttentionGradients
-from isograd.errors import InvalidProblemError
+from isograd.errors import InvalidProblemError, spelled
 from isograd.plan import Plan
 from isograd.typing import Alignment, AttentionKeywords, DataT, Layout
 
@@ -136,7 +136,8 @@ def attention(
     plan = _plan(AttentionPlan, descriptor, call.device)
     o = call.empty(plan.descriptor.o_shape, descriptor.dtype) if out is None else out
     lse = functional.empty(plan.descriptor.lse_shape, descriptor.work, call.like)
-    functional.run(plan, **call.inputs, o=call.view(o), lse=lse)
+    with spelled(o="out"):
+        functional.run(plan, **call.inputs, o=call.view(o), lse=lse)
     o = restore(functional.promised(name, o)) if out is None else out
     return (o, restore(functional.promised(name, lse))) if return_lse else o
 

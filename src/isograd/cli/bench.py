@@ -13,10 +13,20 @@ from rich.console import Console
 from rich.table import Table
 
 from isograd.cli import measure
+from isograd.cli.files import checked_folder, save
 from isograd.cli.measure import Bench, Result
-from isograd.cli.progress import Activity, MissingPackageError, message_console, optional, output_console
+from isograd.cli.options import require_accepted
+from isograd.cli.progress import (
+    INTERRUPTED,
+    Activity,
+    MissingPackageError,
+    message_console,
+    optional,
+    output_console,
+    until_interrupted,
+)
 from isograd.cuda import unavailable
-from isograd.errors import InvalidProblemError, UnsupportedError
+from isograd.errors import UnsupportedError
 
 _COLOURS = {"isograd": "#2f6db3", "torch": "#e07b39", "NumPy": "#8a8a8a"}
 _QUICK = "Quick run: small inputs and three turns, not a comparison"
@@ -25,56 +35,84 @@ _QUICK = "Quick run: small inputs and three turns, not a comparison"
 def bench(
     output: Annotated[Path, typer.Option(help="Folder for the JSON file and the plot.")] = Path(),
     quick: Annotated[bool, typer.Option(help="Small inputs, few repetitions: a try, not a comparison.")] = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="What to measure. Accepted: cpu, cuda.")] = "cpu",
 ) -> None:
     """Time softmax, log_softmax and their gradients beside PyTorch and NumPy, and draw a plot.
 
     Everything is measured in one run and in turns, with the same number of threads, into outputs that exist already.
-    GB/s counts each input once and the output once. The ceiling is a copy of memory in the same run.
+    GB/s counts each input once and the output once. The ceiling is a copy of memory in the same run. Ctrl-C ends it
+    with what was measured by then and exit status 130.
     """
+    require_accepted("bench: --device", [device], ("cpu", "cuda"))
     console, messages = output_console(), message_console()
-    if device != "cpu":
-        _bench_cuda(device, output, quick, console, messages)
-        return
+    missing = unavailable() if device == "cuda" else None
+    if missing is not None:
+        raise UnsupportedError(f"bench: no measurement on cuda, since {missing}")
+    (_bench_cuda if device == "cuda" else _bench_cpu)(checked_folder(output), quick, console, messages)
+
+
+def _bench_cpu(output: Path, quick: bool, console: Console, messages: Console) -> None:
     torch = _torch(messages)
     repetitions = measure.QUICK_REPETITIONS if quick else measure.REPETITIONS
     problems = list(measure.problems(quick))
     setting = Bench(torch)
-    results = []
-    with Activity(messages, "Measuring", len(problems)) as activity:
+    results: list[Result] = []
+    with until_interrupted() as interrupted, Activity(messages, "Measuring", len(problems)) as activity:
         for operation, dtype, shape, axis in problems:
             activity.step(f"{operation} {dtype} {list(shape)}")
             results.append(setting.measure(operation, dtype, shape, axis, repetitions))
-    machine = measure.machine(torch)
-    _show(console, results, machine, quick)
-    output.mkdir(parents=True, exist_ok=True)
+    if results:
+        machine = measure.machine(torch)
+        _show(console, results, machine, quick)
+        _keep(output, results, machine, quick, repetitions, bool(interrupted), console, messages)
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _keep(
+    output: Path,
+    results: list[Result],
+    machine: dict[str, Any],
+    quick: bool,
+    repetitions: int,
+    interrupted: bool,
+    console: Console,
+    messages: Console,
+) -> None:
+    """Write the JSON file and the plot."""
     stem = output / measure.file_stem(machine["cpu"])
     report = {
         "machine": machine,
         "quick": quick,
+        "interrupted": interrupted,
         "repetitions": repetitions,
         "copy_gb_per_s": statistics.median(r.copy_bandwidth for r in results),
         "results": [_as_dict(r) for r in results],
     }
-    stem.with_name(stem.name + ".json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    text = json.dumps(report, indent=1) + "\n"
+    save(stem.with_name(stem.name + ".json"), lambda path: path.write_text(text, "utf-8"))
     console.print(f"Results: {stem}.json", soft_wrap=True)
     if _plot(results, machine, quick, stem.with_name(stem.name + ".png"), messages):
         console.print(f"Plot:    {stem}.png", soft_wrap=True)
 
 
-def _bench_cuda(device: str, output: Path, quick: bool, console: Console, messages: Console) -> None:
-    if device != "cuda":
-        raise InvalidProblemError(f"bench: --device is {device!r}; accepted: cpu, cuda")
-    missing = unavailable()
-    if missing is not None:
-        raise UnsupportedError(f"bench: no measurement on cuda, since {missing}")
+def _bench_cuda(output: Path, quick: bool, console: Console, messages: Console) -> None:
     from isograd.cli import bench_cuda
 
-    with Activity(messages, "Measuring", bench_cuda.steps(quick)) as activity:
-        lines = bench_cuda.run(output, quick, activity)
+    lines: list[str] = []
+    results: list[dict[str, Any]] = []
+    with until_interrupted() as interrupted, Activity(messages, "Measuring", bench_cuda.steps(quick)) as activity:
+        bench_cuda.run(quick, activity, lines, results)
     console.print("TB/s of algorithmic bytes")
     for line in lines:
-        console.print(line, soft_wrap=True, highlight=False)
+        console.print(line, soft_wrap=True)
+    if results:
+        path = bench_cuda.keep(output, quick, results, bool(interrupted))
+        console.print(f"Results: {path}", soft_wrap=True)
+        bench_cuda.plot(results, quick, path.with_suffix(".png"))
+        console.print(f"Plot:    {path.with_suffix('.png')}", soft_wrap=True)
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
 
 
 def _torch(messages: Console) -> Any:
@@ -96,6 +134,7 @@ def _as_dict(result: Result) -> dict[str, Any]:
         "seconds": {name: round(value, 9) for name, value in result.seconds.items()},
         "gb_per_s": {name: _rounded(result.bandwidth(name)) for name in contenders},
         "copy_gb_per_s": _rounded(result.copy_bandwidth),
+        "copy_spread": _rounded(result.copy_spread),
         "times_as_fast_as": {name: _rounded(result.ratio(name)) for name in contenders if name != "isograd"},
         "fraction_of_copy": _rounded(_fraction(result)),
     }
@@ -130,8 +169,8 @@ def _show(console: Console, results: list[Result], machine: dict[str, Any], quic
             label(r),
             _number(r.bandwidth("isograd"), ".2f"),
             *others,
-            _number(r.ratio(rival), ".2f"),
-            f"{_fraction(r):.0%}",
+            "busy" if r.busy else _number(r.ratio(rival), ".2f"),
+            "busy" if r.busy else f"{_fraction(r):.0%}",
         )
     console.print(table)
     console.print(
@@ -140,6 +179,14 @@ def _show(console: Console, results: list[Result], machine: dict[str, Any], quic
         style="dim",
         soft_wrap=True,
     )
+    if busy := [r for r in results if r.busy]:
+        console.print(
+            f"The machine was busy: in {len(busy)} of {len(results)} rows copying took between the fastest and the "
+            f"slowest tenth of its runs up to {max(r.copy_spread for r in busy):.1f} times as long (idle: below "
+            f"{measure.BUSY}). Those rows compare nothing; repeat the run when nothing else is running.",
+            style="yellow",
+            soft_wrap=True,
+        )
     if quick:
         console.print(f"{_QUICK}; leave out --quick for figures that say something.", style="yellow", soft_wrap=True)
 
@@ -192,6 +239,6 @@ def _plot(results: list[Result], machine: dict[str, Any], quick: bool, path: Pat
     if quick:
         versions += f". {_QUICK}"
     figure.suptitle(f"{title}\n{versions}", x=0.01, ha="left")
-    figure.savefig(path)
+    save(path, figure.savefig)
     pyplot.close(figure)
     return True

@@ -23,7 +23,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from isograd.cli.progress import Activity
+from isograd.cli.files import save
+from isograd.cli.progress import Activity, optional
 from isograd.softmax import reference, triton_kernels
 
 OPERATIONS = ("softmax", "log_softmax", "softmax_backward", "log_softmax_backward")
@@ -171,7 +172,7 @@ def medians(
 
 
 def measure(problem: Problem, rounds: int) -> dict[str, Any]:
-    """Terabytes per second of everybody for one problem."""
+    """Bandwidth in TB/s of each contender for one problem."""
     tensors = make_tensors(problem)
     functions = implementations(problem, tensors)
     source = tensors[0]
@@ -247,13 +248,10 @@ def environment() -> dict[str, Any]:
     }
 
 
-def plot(results: list[dict[str, Any]], title: str, path: Path) -> None:
+def plot(results: list[dict[str, Any]], quick: bool, path: Path) -> None:
     """Draw bandwidth over row length."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = optional("matplotlib.pyplot", "matplotlib", "bench", "The plot")
+    pyplot.switch_backend("agg")
     figure, axes = pyplot.subplots(len(DTYPES), len(OPERATIONS), figsize=(18, 8), sharex=True, sharey=True)
     for row, dtype in enumerate(DTYPES):
         for column, operation in enumerate(OPERATIONS):
@@ -274,9 +272,9 @@ def plot(results: list[dict[str, Any]], title: str, path: Path) -> None:
             if column == 0:
                 axis.set_ylabel("TB/s")
     axes[0][0].legend(loc="lower left")
-    figure.suptitle(title)
+    figure.suptitle(f"{torch.cuda.get_device_name()}, {_size(quick)[1]:g} GiB an operand")
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    save(path, lambda target: figure.savefig(target, dpi=110))
 
 
 def show(result: dict[str, Any]) -> str:
@@ -296,39 +294,42 @@ def compile_ahead(todo: list[Problem]) -> None:
         worker.join()
 
 
-def run(folder: Path, quick: bool, activity: Activity) -> list[str]:
-    """Check and measure everything; write a JSON file and a plot into `folder`; return the lines to show."""
-    columns, gigabytes, rounds = ((256, 4096), 1 / 32, 3) if quick else (COLUMNS, 2.0, 15)
+def run(quick: bool, activity: Activity, lines: list[str], results: list[dict[str, Any]]) -> None:
+    """Check and measure everything; `lines` to show and `results` grow by one at a time, so an interrupt keeps them."""
+    columns, gigabytes, rounds = _size(quick)
     todo = problems(columns, gigabytes)
     activity.step("compiling, the first time some minutes")
     if not quick:
         compile_ahead(todo)
-    lines = [f"{check_bits()} results equal the reference, bit for bit"]
-    results = []
+    lines.append(f"{check_bits()} results equal the reference, bit for bit")
     for problem in todo:
         activity.step(" ".join(map(str, problem[:3])))
         results.append(measure(problem, rounds))
         lines.append(show(results[-1]))
         torch.cuda.empty_cache()
+
+
+def _size(quick: bool) -> tuple[tuple[int, ...], float, int]:
+    """Columns, gigabytes an operand, rounds."""
+    return ((256, 4096), 1 / 32, 3) if quick else (COLUMNS, 2.0, 15)
+
+
+def keep(folder: Path, quick: bool, results: list[dict[str, Any]], interrupted: bool) -> Path:
+    """Write a JSON file into a folder; return its path."""
     where = environment()
-    document = {"environment": where, "quick": quick, "host_microseconds": host_microseconds(), "results": results}
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"cuda-{re.sub('[^a-z0-9]+', '-', where['device'].lower())}"
-    stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", "utf-8")
-    plot(results, f"{where['device']}, {gigabytes:g} GiB an operand", stem.with_suffix(".png"))
-    return [*lines, f"Results: {stem}.json, {stem}.png"]
+    document = {
+        "environment": where,
+        "quick": quick,
+        "interrupted": interrupted,
+        "host_microseconds": host_microseconds(),
+        "results": results,
+    }
+    path = folder / f"cuda-{re.sub('[^a-z0-9]+', '-', where['device'].lower())}.json"
+    text = json.dumps(document, indent=1) + "\n"
+    save(path, lambda target: target.write_text(text, "utf-8"))
+    return path
 
 
 def steps(quick: bool) -> int:
-    """One line of figures."""
-    """Draw bandwidth over row length."""
-    """What the figures depend on."""
-    """The installed version of a package."""
-    """What is measured."""
-    """Terabytes per second of everybody for one problem."""
-    """Inputs of a problem."""
-    """Liger's function for an operation, if it is installed and has one."""
-    """quack's function for an operation, if it is installed and has one."""
-    """What torch offers, with the arguments of isograd."""
     """How many steps `run` reports."""
-    return 1 + len(problems((256, 4096) if quick else COLUMNS, 2.0))
+    return 1 + len(problems(*_size(quick)[:2]))

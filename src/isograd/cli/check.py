@@ -228,11 +228,20 @@ def _check_case(report: Report, suite: Suite, run: Runner, case: Case, known: Ma
 
 
 def verify_kernel(
-    entry: Entry, cases: list[Case], digests: Mapping[str, Any], step: Callable[[str], None] = lambda _: None
+    entry: Entry,
+    cases: list[Case],
+    digests: Mapping[str, Any],
+    step: Callable[[str], None] = lambda _: None,
+    reports: list[Report] | None = None,
 ) -> Report:
-    """Run every check on one registered kernel. `step` is called with a case's name before it is computed."""
+    """Run every check on one registered kernel. `step` is called with a case's name before it is computed.
+
+    reports: where the report is put before the first case, so that an interrupt leaves what was found by then.
+    """
     suite = SUITES[entry.operation]
     report = Report(entry.operation, entry.dtype, entry.device, entry.kernel.name)
+    if reports is not None:
+        reports.append(report)
     run = Runner(suite, entry, DEVICES[entry.device])
     known = digests["results"].get(entry.operation, {}).get(entry.dtype, {})
     if inputs_digest(cases) != digests["inputs"].get(entry.operation, {}).get(entry.dtype):

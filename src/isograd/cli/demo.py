@@ -15,7 +15,15 @@ from rich.table import Table
 
 from isograd.cli import models, training
 from isograd.cli.check import published
-from isograd.cli.progress import Activity, MissingPackageError, message_console, optional, output_console
+from isograd.cli.files import OutputError, checked_folder, save
+from isograd.cli.progress import (
+    INTERRUPTED,
+    Activity,
+    MissingPackageError,
+    message_console,
+    optional,
+    output_console,
+)
 from isograd.cli.verify import ISSUES
 
 TARGET = 0.96  # what a right run reaches on held-out images
@@ -32,11 +40,12 @@ def demo(
     """Train a mixture of experts on handwritten digits and compare the final weights with the published ones.
 
     A teacher of two layers learns the digits first, then the mixture learns from the teacher's scores. The exit status
-    is 0 if the SHA-256 of all weights is the published one, and 1 if it differs. Another number of epochs or another
-    seed has no published one.
+    is 0 if the SHA-256 of all weights is the published one, 1 if it differs, and 130 after Ctrl-C. Another number of
+    epochs or another seed has no published one.
     """
     console, messages = output_console(), message_console()
     data = training.load_data()
+    checked_folder(output)
     if not as_json:
         console.print(
             f"Training on {len(data.train_x)} images of handwritten digits, {len(data.test_x)} held out; {epochs} "
@@ -46,23 +55,32 @@ def demo(
             "each image, distillation."
         )
     began = time.perf_counter()
-    with Activity(messages, "Training", 2 * epochs) as activity:
-        activity.step("", advance=0)
+    try:
+        with Activity(messages, "Training", 2 * epochs) as activity:
+            activity.step("first epoch", advance=0)
 
-        def show(run: training.Run) -> None:
-            if run.losses:
-                activity.step(f"student: loss {run.losses[-1]:.4f}, held-out accuracy {run.accuracies[-1]:.1%}")
-            else:
-                activity.step(f"teacher: loss {run.teacher_losses[-1]:.4f}, accuracy {run.teacher_accuracy:.1%}")
+            def show(run: training.Run) -> None:
+                if run.losses:
+                    activity.step(f"student: loss {run.losses[-1]:.4f}, held-out accuracy {run.accuracies[-1]:.1%}")
+                else:
+                    activity.step(f"teacher: loss {run.teacher_losses[-1]:.4f}, accuracy {run.teacher_accuracy:.1%}")
 
-        run = training.train(data, epochs, seed, show)
+            run = training.train(data, epochs, seed, show)
+    except KeyboardInterrupt:  # the activity has said how far it came
+        raise typer.Exit(INTERRUPTED) from None
     seconds = time.perf_counter() - began
-    plot = _plot(run, training.service(run, data), output, messages)
+    plot, lost = None, None
+    try:
+        plot = _plot(run, training.service(run, data), output, messages)
+    except OutputError as error:
+        lost = error
     digest, expected = training.digest(run), _published(epochs, seed)
     if as_json:
         typer.echo(json.dumps(_as_dict(run, epochs, seed, seconds, digest, expected, plot), indent=2))
     else:
         _show(console, run, seconds, digest, expected, plot)
+    if lost is not None:
+        raise lost
     if expected is not None and digest != expected:
         raise typer.Exit(1)
 
@@ -138,9 +156,8 @@ def _plot(run: training.Run, service: NDArray[np.float64], folder: Path, message
     figure.suptitle(
         f"isograd demo: a mixture of {models.EXPERTS} experts on handwritten digits, {run.accuracies[-1]:.2%} held out"
     )
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "isograd-demo.png"
-    figure.savefig(path)
+    save(path, figure.savefig)
     pyplot.close(figure)
     return path
 

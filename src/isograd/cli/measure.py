@@ -46,6 +46,7 @@ QUICK_SHAPES: tuple[tuple[tuple[int, ...], int], ...] = (
 )
 REPETITIONS, QUICK_REPETITIONS = 21, 3
 NUMPY_REPETITIONS = 3  # its times are so much longer that a few tell them well enough
+BUSY = 1.5  # a copy that differs by more than this from one run to another shared the machine with something
 COPY_BYTES = 1 << 27  # one array of a copy: larger than the caches
 _COPY_GRAIN = 1 << 20
 _PAUSE = 0.002
@@ -53,7 +54,10 @@ _PAUSE = 0.002
 
 @dataclass
 class Result:
-    """One operation, dtype and shape: the median seconds of each contender."""
+    """One operation, dtype and shape: the median seconds of each contender.
+
+    copy_spread: how many times as long as in its fastest tenth the copy took in its slowest.
+    """
 
     operation: str
     dtype: str
@@ -61,6 +65,7 @@ class Result:
     axis: int
     bytes: int
     seconds: dict[str, float] = field(default_factory=dict)
+    copy_spread: float = 1.0
 
     def bandwidth(self, contender: str) -> float | None:
         """Algorithmic bytes (each input read once, the output written once) in GB/s."""
@@ -76,6 +81,11 @@ class Result:
     def copy_bandwidth(self) -> float:
         """GB/s of a copy in the same run, bytes read and bytes written."""
         return 2 * COPY_BYTES / self.seconds["copy"] / 1e9
+
+    @property
+    def busy(self) -> bool:
+        """Whether something else used the machine meanwhile, so that comparisons say nothing."""
+        return self.copy_spread > BUSY
 
 
 def _copy_range(target: Array, source: Array, start: int, stop: int) -> None:
@@ -119,8 +129,15 @@ class Bench:
         result = Result(operation, dtype, shape, axis, sum(a.nbytes for a in inputs) + out.nbytes)
         medians = {name: statistics.median(values) for name, values in times.items()}
         result.seconds = {name: value for name, value in medians.items() if not name.startswith("copy")}
-        result.seconds["copy"] = min(value for name, value in medians.items() if name.startswith("copy"))
+        copy = min((name for name in medians if name.startswith("copy")), key=lambda name: medians[name])
+        result.seconds["copy"], result.copy_spread = medians[copy], spread(times[copy])
         return result
+
+
+def spread(seconds: list[float]) -> float:
+    """How many times as long as a fast run a slow one takes: the ratio of the ninth decile to the first."""
+    fast, slow = np.quantile(seconds, [0.1, 0.9])
+    return float(slow / fast)
 
 
 def interleaved(contenders: dict[str, tuple[Call, int]]) -> dict[str, list[float]]:

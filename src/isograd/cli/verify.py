@@ -7,6 +7,7 @@ import json
 import math
 import platform
 import time
+from itertools import groupby
 from typing import Annotated, Any
 
 import typer
@@ -17,10 +18,10 @@ import isograd
 from isograd import registry
 from isograd.cli.check import INVARIANCES, WIDE_ORACLE, Report, published, verify_kernel
 from isograd.cli.devices import DEVICES
-from isograd.cli.progress import Activity, message_console, output_console
+from isograd.cli.options import TYPES, Operations, Types, require_accepted
+from isograd.cli.progress import INTERRUPTED, Activity, message_console, output_console, until_interrupted
 from isograd.cli.suites import SUITES, cases
 from isograd.errors import InvalidProblemError
-from isograd.plan import DTYPES, INDEX_DTYPES
 
 ISSUES = "https://github.com/isograd/isograd/issues"
 _SHOWN_FAILURES = 12
@@ -32,39 +33,40 @@ _REQUEST = (
 
 
 def verify(
-    device: Annotated[str, typer.Option(help="Whose kernels to verify.")] = "cpu",
-    operation: Annotated[list[str] | None, typer.Option(help="Only this operation; may be repeated.")] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="Only this dtype; may be repeated.")] = None,
+    device: Annotated[
+        str, typer.Option(help=f"Whose kernels to verify. Accepted: {', '.join(sorted(DEVICES))}.")
+    ] = "cpu",
+    operation: Operations = None,
+    dtype: Types = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a machine-readable report.")] = False,
 ) -> None:
     """Check every kernel on this machine: its error, its promises, and its bits against the published ones.
 
-    The exit status is 0 if all is as promised and 1 if anything differs.
+    The exit status is 0 if all is as promised and 1 if anything differs. Ctrl-C ends it with what was found by then
+    and exit status 130.
     """
     entries, unknown = select(device, operation or [], dtype or [])
-    digests = published()
     began = time.perf_counter()
-    reports = _run(entries, digests, message_console())
+    reports: list[Report] = []
+    with until_interrupted() as caught:
+        _run(entries, published(), message_console(), reports)
+    interrupted = bool(caught)
     seconds = time.perf_counter() - began
-    passed = not any(r.failures for r in reports)
     if as_json:
-        typer.echo(json.dumps(as_dict(reports, device, passed, seconds, unknown), indent=2))
+        typer.echo(json.dumps(as_dict(reports, device, seconds, unknown, interrupted), indent=2))
     else:
-        _show(output_console(), reports, device, seconds, unknown)
-    if not passed:
+        _show(output_console(), reports, device, seconds, unknown, interrupted)
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if any(r.failures for r in reports):
         raise typer.Exit(1)
 
 
 def select(device: str, operations: list[str], dtypes: list[str]) -> tuple[list[registry.Entry], list[str]]:
     """The registered kernels to verify, and the operations of the device that have no cases here."""
-    for name, given, accepted in (
-        ("--device", [device], sorted(DEVICES)),
-        ("--operation", operations, list(SUITES)),
-        ("--dtype", dtypes, [*DTYPES, *INDEX_DTYPES]),
-    ):
-        for value in given:
-            if value not in accepted:
-                raise InvalidProblemError(f"{name} is {value!r}; accepted: {', '.join(accepted)}")
+    require_accepted("--device", [device], sorted(DEVICES))
+    require_accepted("--operation", operations, SUITES)
+    require_accepted("--dtype", dtypes, TYPES)
     if not DEVICES[device].available():
         raise InvalidProblemError(f"--device is {device!r}, which this machine does not have")
     here = [e for e in registry.kernels() if e.device == device]
@@ -75,24 +77,28 @@ def select(device: str, operations: list[str], dtypes: list[str]) -> tuple[list[
         if e.operation in SUITES and (not operations or e.operation in operations) and (not dtypes or e.dtype in dtypes)
     ]
     # The order of the tables; kernels of one problem stay in the order of choice.
-    order, types = list(SUITES), [*DTYPES, *INDEX_DTYPES]
-    return sorted(entries, key=lambda e: (order.index(e.operation), types.index(e.dtype))), unknown
+    order = list(SUITES)
+    return sorted(entries, key=lambda e: (order.index(e.operation), TYPES.index(e.dtype))), unknown
 
 
-def _run(entries: list[registry.Entry], digests: Any, console: Console) -> list[Report]:
-    reports = []
-    inputs = {(e.operation, e.dtype): cases(e.operation, e.dtype) for e in entries}
-    with Activity(console, "Verifying", sum(len(inputs[e.operation, e.dtype]) for e in entries)) as activity:
-        for entry in entries:
+def _run(entries: list[registry.Entry], digests: Any, console: Console, reports: list[Report]) -> None:
+    problems = {problem: list(same) for problem, same in groupby(entries, key=lambda e: (e.operation, e.dtype))}
+    with Activity(console, "Verifying kernels", len(entries)) as activity:
+        for (operation, dtype), same in problems.items():
+            activity.step(f"{operation} {dtype}: inputs", advance=0)
+            inputs = cases(operation, dtype)
+            for entry in same:
 
-            def step(case: str, entry: registry.Entry = entry) -> None:
-                activity.step(f"{entry.operation} {entry.dtype}: {case}")
+                def step(case: str, name: str = f"{operation} {dtype}") -> None:
+                    activity.step(f"{name}: {case}", advance=0)
 
-            reports.append(verify_kernel(entry, inputs[entry.operation, entry.dtype], digests, step))
-    return reports
+                verify_kernel(entry, inputs, digests, step, reports)
+                activity.step(f"{operation} {dtype}")
 
 
-def as_dict(reports: list[Report], device: str, passed: bool, seconds: float, unknown: list[str]) -> dict[str, Any]:
+def as_dict(
+    reports: list[Report], device: str, seconds: float, unknown: list[str], interrupted: bool = False
+) -> dict[str, Any]:
     """The report of `--json`."""
     results = []
     for report in reports:
@@ -111,7 +117,8 @@ def as_dict(reports: list[Report], device: str, passed: bool, seconds: float, un
             "python": platform.python_version(),
         },
         "threads": isograd.get_num_threads(),
-        "passed": passed,
+        "passed": not interrupted and not any(r.failures for r in reports),
+        "interrupted": interrupted,
         "seconds": round(seconds, 2),
         "not_verified": unknown,
         "kernels": results,
@@ -139,7 +146,9 @@ def _digests(report: Report) -> str:
     return text if report.digests_equal == report.digests_checked else f"[red]{text}[/red]"
 
 
-def _show(console: Console, reports: list[Report], device: str, seconds: float, unknown: list[str]) -> None:
+def _show(
+    console: Console, reports: list[Report], device: str, seconds: float, unknown: list[str], interrupted: bool
+) -> None:
     table = Table(title=f"isograd {isograd.__version__}: kernels on this machine ({device})", title_justify="left")
     for name in ("Operation, type", "Kernel"):
         table.add_column(name, no_wrap=True)
@@ -180,6 +189,9 @@ def _show(console: Console, reports: list[Report], device: str, seconds: float, 
     failures = [(r, f) for r in reports for f in r.failures]
     if not failures:
         total = sum(r.cases for r in reports)
+        if interrupted:
+            console.print(f"[yellow]Interrupted:[/yellow] as promised so far, {total} cases in {seconds:.1f} s.")
+            return
         console.print(f"[green]All as promised:[/green] {total} cases in {seconds:.1f} s.")
         if device == "mps":
             console.print(_REQUEST, markup=False, soft_wrap=True)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd import functional
-from isograd.errors import InvalidProblemError
+from isograd.errors import InvalidProblemError, spelled
 from isograd.losses import cross_entropy as steps
 from isograd.losses import linear_cross_entropy as linear
 from isograd.losses.cross_entropy import Options
@@ -111,7 +111,7 @@ def cross_entropy(
     Raises IndexOutOfRangeError, naming the place, for a target that is no class, InvalidProblemError for shapes, axes
     and options that make no sense, UnsupportedError for another dtype.
     """
-    name = "cross_entropy_gradient" if return_gradient else "cross_entropy"
+    name = "cross_entropy"
     options = Options(axis, ignore_index, label_smoothing, z_loss, reduction, count)
     tape = functional.tape_of(logits, targets, weight)
     if return_gradient and (return_state or tape is not None):
@@ -133,7 +133,9 @@ def cross_entropy(
     taken, restore = _taken(name, arguments | _array("dloss", dloss))
     dloss = taken.pop("dloss", dloss)
     given = steps.problem(name, **taken, options=options)
-    losses, dlogits = steps.fused(given, steps.row_gradients(given, dloss), out)
+    dlosses = steps.row_gradients(given, dloss)
+    with spelled(cross_entropy_gradient=name, dlogits="out"):
+        losses, dlogits = steps.fused(given, dlosses, out)
     return restore(steps.reduced(given, losses)), dlogits if out is not None else restore(dlogits)
 
 
@@ -188,7 +190,8 @@ def cross_entropy_backward(
     options = Options(axis, ignore_index, label_smoothing, z_loss, reduction, count)
     given = steps.problem(name, **taken, options=options)
     dlosses = steps.row_gradients(given, dloss)
-    dlogits = steps.fused(given, dlosses, out)[1] if state is None else steps.backward(given, dlosses, state, out)
+    with spelled(cross_entropy_gradient=name, dlogits="out"):
+        dlogits = steps.fused(given, dlosses, out)[1] if state is None else steps.backward(given, dlosses, state, out)
     return dlogits if out is not None else restore(dlogits)
 
 
@@ -269,7 +272,7 @@ def linear_cross_entropy(
     Raises IndexOutOfRangeError, naming the place, for a target that is no class, InvalidProblemError for shapes,
     dtypes and options that do not match, UnsupportedError for another dtype or a kernel that is not registered.
     """
-    name = "linear_cross_entropy_gradient" if return_gradient else "linear_cross_entropy"
+    name = "linear_cross_entropy"
     options = LinearOptions(ignore_index, label_smoothing, z_loss, reduction, count, chunk, preference)
     if (tape := functional.tape_of(hidden, weight, bias)) is not None:
         if return_gradient:
@@ -285,6 +288,8 @@ def linear_cross_entropy(
     given = linear.problem(name, **taken, options=options)
     if not return_gradient:
         return restore(linear.reduced(given, linear.forward(given)))
-    losses, dhidden, *rest = linear.gradient(given, linear.row_gradients(given, dloss))
+    dlosses = linear.row_gradients(given, dloss)
+    with spelled(linear_cross_entropy_gradient=name):
+        losses, dhidden, *rest = linear.gradient(given, dlosses)
     dhidden = functional.reshaped(name, "dhidden", dhidden, (*given.row_shape, given.fields[1]))
     return tuple(restore(a) for a in (linear.reduced(given, losses), dhidden, *rest))

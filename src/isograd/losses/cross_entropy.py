@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from isograd import arrays, functional
+from isograd.errors import InvalidProblemError, UnsupportedError
 from isograd.losses import reductions
 from isograd.losses.cross_entropy_plans import (
     CrossEntropyBackwardDescriptor,
@@ -53,6 +54,21 @@ def _is_index(array: Any) -> bool:
     return not array.is_floating_point() if arrays.is_tensor(array) else array.dtype.kind in "biu"
 
 
+def _checked_targets(operation: str, targets: Any, shape: tuple[int, ...], dtype: str, axis: int) -> str:
+    """The dtype of targets that are class indices or probabilities, as their dtype says, of the shape of that kind."""
+    by_index = _is_index(targets)
+    _, target_dtype = arrays.describe(targets, operation, "targets", by_index)
+    row_shape, given = shape[:axis] + shape[axis + 1 :], tuple(targets.shape)
+    fits = given == (row_shape if by_index else shape)
+    if not fits or (not by_index and target_dtype != dtype):
+        kind = UnsupportedError if fits else InvalidProblemError
+        raise kind(
+            f"{operation}: targets has dtype {target_dtype} and shape {given}; accepted: class indices "
+            f"({', '.join(INDEX_DTYPES)}) of shape {row_shape}, or probabilities ({dtype}) of shape {shape}"
+        )
+    return target_dtype
+
+
 def problem(operation: str, logits: Any, targets: Any, weight: Any, options: Options) -> Problem:
     """Check what plans do not see and describe the rest to them; the arrays are NumPy's or tensors."""
     reduction = reductions.checked_reduction(operation, options.reduction)
@@ -60,7 +76,7 @@ def problem(operation: str, logits: Any, targets: Any, weight: Any, options: Opt
     work = "float64" if dtype == "float64" else "float32"
     shape = checked_shape(operation, "logits", logits.shape)
     axis = (1 if len(shape) > 1 else 0) if options.axis is None else checked_axis(operation, options.axis, shape)
-    _, target_dtype = arrays.describe(targets, operation, "targets", _is_index(targets))
+    target_dtype = _checked_targets(operation, targets, shape, dtype, axis)
     if weight is not None:
         weight = reductions.checked_weight(operation, "weight", weight, dtype, work)
     ignored = functional.integer(operation, "ignore_index", options.ignore_index)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd import arrays, encoder, registry
-from isograd.errors import InvalidProblemError
+from isograd.errors import InvalidProblemError, IsogradError
 from isograd.numerics.storage import dtype_name
 from isograd.softmax.plans import SoftmaxBackwardDescriptor, SoftmaxBackwardPlan, SoftmaxDescriptor, SoftmaxPlan
 from isograd.typing import ArrayT, DataT, ScalarT
@@ -44,7 +44,11 @@ def _forward(kind: str, x: Any, axis: int, out: Any) -> Any:
         axis = _checked_axis(kind, axis)
     if type(x) is np.ndarray:
         y = np.empty_like(x) if out is None else out
-        _forward_plan(kind, x.shape, x.dtype, axis, registry.generation()).run(x=x, y=y)
+        plan = _forward_plan(kind, x.shape, x.dtype, axis, registry.generation())
+        try:
+            plan.run(x=x, y=y)
+        except IsogradError as error:
+            raise error.spelled(y="out") from None
         return encoder.result(kind, y) if encoder.recordings and out is None else y
     if arrays.is_tensor(x):
         from isograd.torch import functional
@@ -68,7 +72,11 @@ def _backward(kind: str, dy: Any, y: Any, axis: int, out: Any) -> Any:
         axis = _checked_axis(f"{kind}_backward", axis)
     if type(dy) is np.ndarray and type(y) is np.ndarray:
         dx = np.empty_like(dy) if out is None else out
-        _backward_plan(kind, dy.shape, dy.dtype, axis, registry.generation()).run(dy=dy, y=y, dx=dx)
+        plan = _backward_plan(kind, dy.shape, dy.dtype, axis, registry.generation())
+        try:
+            plan.run(dy=dy, y=y, dx=dx)
+        except IsogradError as error:
+            raise error.spelled(dx="out") from None
         return encoder.result(f"{kind}_backward", dx) if encoder.recordings and out is None else dx
     name = f"{kind}_backward"
     if arrays.is_tensor(dy) or arrays.is_tensor(y):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from isograd import encoder, registry
-from isograd.errors import UnsupportedError
+from isograd.errors import IsogradError, UnsupportedError
 from isograd.torch import ops, tensors
 
 
@@ -34,18 +34,21 @@ def forward(
     if recording is None:
         tensors.require_tensor(kind, out, "out")
         _refuse_gradient(kind, "where out is given", x)
-        return _forward_into(kind, x if dtype is None else x.to(dtype), dim, out)
+        return _forward_into(kind, x if dtype is None else x.to(dtype), dim, out, names[0])
     with recording.unguarded():
         if dtype not in (None, x.dtype):
             raise UnsupportedError(f"{kind}: dtype is {dtype} for {x.dtype}; a recording cannot contain a conversion")
         _refuse_gradient(kind, "by an encoder", x)
-        return _forward_into(kind, x, dim, torch.empty_like(x) if out is None else out)
+        return _forward_into(kind, x, dim, torch.empty_like(x) if out is None else out, names[0])
 
 
-def _forward_into(kind: str, x: Tensor, dim: int, out: Any) -> Tensor:
+def _forward_into(kind: str, x: Tensor, dim: int, out: Any, name: str) -> Tensor:
     x = _at_least_1d(x)
     plan = ops.forward_plan(kind, x.shape, x.dtype, dim, x.device.type, registry.generation())
-    plan.run(x=x, y=_at_least_1d(out))
+    try:
+        plan.run(x=x, y=_at_least_1d(out))
+    except IsogradError as error:
+        raise error.spelled(x=name, y="out") from None
     result: Tensor = out
     return result
 
@@ -79,7 +82,10 @@ def backward(kind: str, dy: Any, y: Any, dim: Any, out: Tensor | None, name: str
 def _backward_into(kind: str, dy: Tensor, y: Tensor, dim: int, out: Any) -> Tensor:
     y = _at_least_1d(y)
     plan = ops.backward_plan(kind, y.shape, y.dtype, dim, y.device.type, registry.generation())
-    plan.run(dy=_at_least_1d(dy), y=y, dx=_at_least_1d(out))
+    try:
+        plan.run(dy=_at_least_1d(dy), y=y, dx=_at_least_1d(out))
+    except IsogradError as error:
+        raise error.spelled(dx="out") from None
     result: Tensor = out
     return result
 
