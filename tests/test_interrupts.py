@@ -235,7 +235,7 @@ def test_no_new_thread_can_be_had(run_python):
     assert program(run_python, code, 0) == "[0, 1, 2, 3, 4] 5 0 {1}"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+@pytest.mark.thorough
 def test_a_small_stack_without_a_thread_to_go_to(run_python):
     code = """
     parallel.stacks.STACK = 1 << 50
@@ -293,6 +293,7 @@ def test_forks_while_another_thread_compiles(run_python):
     assert program(run_python, code, 0).split() == ["0", "0", "0"]
 
 
+@pytest.mark.thorough
 def test_a_child_forked_in_the_midst_of_its_own_call(run_python):
     code = """
     inside, children = threading.Event(), []
