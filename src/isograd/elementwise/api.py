@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from isograd import parallel
 from isograd.elementwise import numba_activations, numba_kernels, numba_power
 from isograd.errors import InvalidProblemError
+from isograd.fenv import default_environment
 from isograd.numerics.reference import narrow, work_dtype
 from isograd.numerics.storage import address, kernel_type, require_array
 
@@ -138,10 +139,14 @@ def gelu_backward(dy: NDArray[Any], x: NDArray[Any], approximate: Approximate = 
 
 
 # --- powers ----------------------------------------------------------------------------------------------------------
-def _run_binary64(kernel: Any, dtype: Any, *inputs: NDArray[Any]) -> NDArray[Any]:
-    with np.errstate(all="ignore"):
+def _run_binary64(kernel: Any, dtypes: tuple[Any, ...], *inputs: NDArray[Any]) -> NDArray[Any]:
+    """A kernel's result in binary64, rounded to one dtype after the other."""
+    with default_environment(), np.errstate(all="ignore"):
         wide = np.broadcast_arrays(*[x.astype(np.float64, copy=False) for x in inputs])
-        return narrow(_run(kernel, *wide), dtype)
+        result = _run(kernel, *wide)
+        for dtype in dtypes:
+            result = narrow(result, dtype)
+        return result
 
 
 def power(x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
@@ -154,15 +159,14 @@ def power(x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
 
     Values at 0, 1, infinity and NaN are those of IEEE 754's pow, but x ** 0.5 is sqrt(x) at -0 and -inf too.
     """
-    value = _run_binary64(numba_power.power, work_dtype(x.dtype), x, y)
-    return narrow(value, x.dtype)
+    return _run_binary64(numba_power.power, (work_dtype(x.dtype), x.dtype), x, y)
 
 
 def power_backward(dy: NDArray[Any], x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
     """The gradient of power for x, in the work type: dy * y * x^(y - 1), 0 where y is 0."""
-    return _run_binary64(numba_power.power_backward, work_dtype(x.dtype), dy, x, y)
+    return _run_binary64(numba_power.power_backward, (work_dtype(x.dtype),), dy, x, y)
 
 
 def power_backward_exponent(dy: NDArray[Any], x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
     """The gradient of power for y, in the work type: dy * x^y * log(x), 0 where x^y is 0 and where x and y are."""
-    return _run_binary64(numba_power.power_backward_exponent, work_dtype(x.dtype), dy, x, y)
+    return _run_binary64(numba_power.power_backward_exponent, (work_dtype(x.dtype),), dy, x, y)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from isograd import parallel
 from isograd.errors import InvalidProblemError
+from isograd.fenv import default_environment
 from isograd.numerics.reference import narrow, widen, work_dtype
 from isograd.numerics.storage import address, kernel_type, require_array
 from isograd.reduction import numba_kernels
@@ -65,13 +66,13 @@ def _largest(operation: str, x: NDArray[Any], axis: Axes, keepdims: bool, sign: 
         raise InvalidProblemError(
             f"{operation}: shape {x.shape} has no elements along axis {axis}; expected one at least"
         )
-    v = widen(x) * work_dtype(x.dtype)(sign)
-    with np.errstate(invalid="ignore"):
+    with default_environment(), np.errstate(all="ignore"):
+        v = widen(x) * work_dtype(x.dtype)(sign)
         m = np.max(v, axis=axes, keepdims=keepdims)
         if np.any(m == 0):  # NumPy returns either zero, depending on the places of both
             positive = np.any((v == 0) & ~np.signbit(v), axis=axes, keepdims=keepdims)
             m = np.where((m == 0) & positive, m.dtype.type(0), m)
-    return narrow(np.asarray(m * m.dtype.type(sign)), x.dtype)
+        return narrow(np.asarray(m * m.dtype.type(sign)), x.dtype)
 
 
 def max(x: NDArray[Any], axis: Axes = None, keepdims: bool = False) -> NDArray[Any]:  # noqa: A001 - NumPy's name

@@ -48,7 +48,7 @@ def getitem(x: Array, index: Any) -> Result:
     shape, size = x.shape, x.size
     try:
         y = np.asarray(x[parts])
-    except IndexError as error:
+    except (IndexError, OverflowError) as error:
         raise IndexOutOfRangeError(f"getitem: {error}; the shape is {shape}") from None
     except TypeError as error:  # a slice with an end that is no integer
         raise InvalidProblemError(f"getitem: {error}") from None
