@@ -63,8 +63,6 @@ def inputs(operation: str, **given: Any) -> tuple[list[Any], Callable[[Any], Any
             array, back = arrays.to_numpy(array, operation, name)
             if back is not None:
                 encoder.refuse(operation, f"{name} is a {type(value).__name__}")
-            if not isinstance(array, np.ma.MaskedArray):  # whose mask the plan refuses to lose
-                array = array.view(np.ndarray)
             restore = back if position == 0 else restore
         taken.append(array)
     return taken, restore if restore is not None else lambda result: result

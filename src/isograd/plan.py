@@ -287,7 +287,10 @@ class Plan:
         if plain:
             return arguments
         if self.device == "cpu":
-            return {k: a if isinstance(a, np.ndarray) else arrays.numpy_view(a) for k, a in arguments.items()}
+            return {
+                k: a.view(np.ndarray) if isinstance(a, np.ndarray) else arrays.numpy_view(a)
+                for k, a in arguments.items()
+            }
         place = arguments[self.outputs[0]].device
         if any(array.device != place for array in arguments.values()):
             raise DeviceMismatchError(f"{name}: {self._locations(arguments)}; expected one device for all")
@@ -302,7 +305,7 @@ class Plan:
         return self._are_tensors(arguments, self.device)
 
     def _check_array(self, operand: Operand, array: Any, arguments: Mapping[str, Any]) -> bool:
-        """Raise what is wrong with an argument; whether it is a NumPy array."""
+        """Raise what is wrong with an argument; whether it is a NumPy array and none of a subclass."""
         name, key = self.sku.op, operand.name
         if operand.dtype == "bool":
             device, dtype = arrays.describe_mask(array, name, key)
@@ -317,7 +320,7 @@ class Plan:
                 f"{name}: {key} has an address or strides that are no multiple of its element size; "
                 "copy it into an aligned array"
             )
-        return isinstance(array, np.ndarray)
+        return type(array) is np.ndarray
 
     def _locations(self, arguments: Mapping[str, Any]) -> str:
         names = [operand.name for operand in (*self._inputs, *self._outputs)]

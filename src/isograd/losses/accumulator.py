@@ -49,7 +49,7 @@ class LossAccumulator:
         if not isinstance(dtype, str) or dtype not in QUANTUM_BITS:
             raise InvalidProblemError(f"LossAccumulator: dtype is {dtype!r}; accepted: {', '.join(QUANTUM_BITS)}")
         self.dtype = dtype
-        # Parts, and losses on a GPU. They are added by one `append`, which nothing comes between, and put together by one
+        # Parts, and losses on a GPU. They are added by one `append`, which nothing interrupts, and put together by one
         # assignment, so that there is no lock that an interrupt or a signal handler could find taken.
         self._parts: list[Any] = []
         self._folding = threading.Lock()

@@ -59,7 +59,7 @@ def _forward(kind: str, x: Any, axis: int, out: Any) -> Any:
     arrays.describe(view, kind, "x")
     if restore is not None:
         encoder.refuse(kind, f"x is a {type(x).__name__}")
-    result = _forward(kind, view.view(np.ndarray), axis, out)
+    result = _forward(kind, view, axis, out)
     return result if restore is None or out is not None else restore(result)
 
 
@@ -82,7 +82,7 @@ def _backward(kind: str, dy: Any, y: Any, axis: int, out: Any) -> Any:
     arrays.describe(y_view, name, "y")
     if restore is not None:
         encoder.refuse(name, f"dy is a {type(dy).__name__}")
-    result = _backward(kind, dy_view.view(np.ndarray), y_view.view(np.ndarray), axis, out)
+    result = _backward(kind, dy_view, y_view, axis, out)
     return result if restore is None or out is not None else restore(result)
 
 
