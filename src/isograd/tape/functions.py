@@ -138,7 +138,7 @@ def distillation_loss(
 
 
 def gumbel_softmax(
-    x: Variable, tau: float = 1.0, hard: bool = False, axis: int = -1, seed: int = 0, offset: int = 0
+    x: Variable, tau: float = 1.0, hard: bool = False, axis: int = -1, *, seed: int, offset: int = 0
 ) -> Variable:
     """A sample of the Gumbel-softmax distribution over an axis."""
     return apply(loss_rules.gumbel_softmax, x, tau=tau, hard=hard, axis=axis, seed=seed, offset=offset)
