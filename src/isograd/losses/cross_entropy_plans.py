@@ -234,10 +234,9 @@ def scalars(descriptor: _CrossEntropy, weight: Any) -> Scalars:
 
 def check_targets(name: str, targets: Any, classes: int, ignore_index: int) -> Any:
     """Targets as int64 in C order, -1 where they are ignored; IndexOutOfRangeError for one that is no class."""
-    flat = np.ascontiguousarray(targets).reshape(-1)
-    if flat.size == 0 or (flat.min() >= 0 and flat.max() < classes and not 0 <= ignore_index < classes):
-        return flat.astype(np.int64)
-    wide = flat.astype(np.int64)
+    wide = targets.astype(np.int64, "C").reshape(-1)  # a copy, which no other thread changes after the check
+    if wide.size == 0 or (wide.min() >= 0 and wide.max() < classes and not 0 <= ignore_index < classes):
+        return wide
     ignored = wide == ignore_index
     wrong = ~ignored & ((wide < 0) | (wide >= classes))
     if wrong.any():
