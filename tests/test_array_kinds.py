@@ -1,4 +1,4 @@
-"""Arrays of NumPy's subclasses: what only adds to an array is taken as one, and a mask is refused, at every entrance."""
+"""Arrays of NumPy's subclasses: what only adds to an array is taken as one; a mask is refused, at every entrance."""
 
 import numpy as np
 import pytest

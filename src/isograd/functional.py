@@ -12,7 +12,7 @@ Inside an `Encoder` the plan is recorded instead, and what `run` returns is a pr
 import functools
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -38,11 +38,17 @@ def plan(plan_type: type[P], descriptor: Descriptor, device: str = "cpu", prefer
 
 
 def integer(operation: str, argument: str, value: Any) -> int:
-    """An argument as a plain int; InvalidProblemError for anything else, 1.0 included, which equals 1 in a cache."""
+    """An argument as a plain int; InvalidProblemError for anything else, 1.0 included, which equals 1 in a cache.
+
+    An array of one integer is a number too, but for a recording, whose replay would not see another one in it.
+    """
     try:
-        return operator.index(value)
+        number = operator.index(value)
     except TypeError:
         raise InvalidProblemError(f"{operation}: {argument} is {value!r}; it takes integers only") from None
+    if not isinstance(value, (int, np.integer)):
+        encoder.refuse(operation, f"{argument} is a {type(value).__name__}")
+    return number
 
 
 def tape_of(*values: Any) -> Any:
@@ -76,19 +82,21 @@ def empty(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
     return memory.with_huge_pages(torch.empty(shape, dtype=getattr(torch, dtype), device=like.device))
 
 
-def run(plan: Plan, **arguments: Any) -> Any:
-    """Run a plan and return what it wrote: one array, or a tuple of them.
-
-    UnsupportedError for a tensor that autograd follows: the result would silently lack its history.
-    """
+def refuse_gradients(operation: str, arguments: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for a tensor that autograd follows: the result would silently lack its history."""
     torch = sys.modules.get("torch")
     if torch is not None:
         tensors = [name for name, a in arguments.items() if arrays.is_tensor(a) and a.requires_grad]
         if tensors and torch.is_grad_enabled():
             raise UnsupportedError(
-                f"{plan.sku.op}: {tensors[0]} requires a gradient, which is not recorded here; use isograd.torch, "
+                f"{operation}: {tensors[0]} requires a gradient, which is not recorded here; use isograd.torch, "
                 "torch.no_grad() or detach()"
             )
+
+
+def run(plan: Plan, **arguments: Any) -> Any:
+    """Run a plan and return what it wrote, one array or a tuple of them; errors as of `refuse_gradients`."""
+    refuse_gradients(plan.sku.op, arguments)
     plan.run(**arguments)
     written = [promised(plan.sku.op, arguments[name]) for name in plan.outputs]
     return written[0] if len(written) == 1 else tuple(written)

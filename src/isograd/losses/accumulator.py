@@ -59,6 +59,7 @@ class LossAccumulator:
 
         Raises InvalidProblemError for another dtype and for anything that is no array.
         """
+        encoder.refuse("LossAccumulator.add", "losses are added at once")
         losses = encoder.unwrapped(losses)
         if not arrays.is_tensor(losses):
             losses, _ = arrays.to_numpy(losses, "LossAccumulator.add", "losses")

@@ -106,7 +106,11 @@ def checked_weight(operation: str, argument: str, weight: Any, dtype: str, work:
     if given not in (dtype, work):
         accepted = dtype if dtype == work else f"{dtype}, {work}"
         raise InvalidProblemError(f"{operation}: {argument} has dtype {given}; accepted: {accepted}")
-    return converted(weight, work)
+    recording = encoder.current() if encoder.recordings else None
+    if recording is None or given == work:
+        return converted(weight, work)
+    functional.refuse_gradients(operation, {argument: weight})
+    return recording.converted(weight, functional.empty(tuple(weight.shape), work, weight))
 
 
 def divided(a: Any, b: Any) -> Any:
