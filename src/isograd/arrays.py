@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from isograd import dlpack
 from isograd.errors import DeviceMismatchError, InvalidProblemError, UnsupportedError
 from isograd.numerics.reference import BFLOAT16
 from isograd.numerics.storage import address, dtype_name, plain_array
@@ -89,12 +90,12 @@ def to_numpy(x: Any, operation: str, argument: str) -> tuple[NDArray[Any], Calla
             )
         space = x.__array_namespace__() if hasattr(x, "__array_namespace__") else None
         try:
-            view = np.from_dlpack(x)
-        except (BufferError, RuntimeError, TypeError) as error:
+            view = dlpack.taken(x)
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
             raise InvalidProblemError(
                 f"{operation}: {argument} is a {type(x).__name__} that DLPack cannot hand over ({error})"
             ) from error
-        return view, None if space is None else space.from_dlpack
+        return view, None if space is None else lambda result: space.from_dlpack(dlpack.given(result))
     raise InvalidProblemError(
         f"{operation}: {argument} is {type(x).__name__}; expected a NumPy array, a torch tensor, an array with DLPack "
         "or a tape variable"

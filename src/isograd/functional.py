@@ -10,7 +10,6 @@ Inside an `Encoder` the plan is recorded instead, and what `run` returns is a pr
 """
 
 import functools
-import operator
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -19,8 +18,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from isograd import arrays, encoder, memory, registry
-from isograd.errors import InvalidProblemError, UnsupportedError
+from isograd.errors import UnsupportedError
 from isograd.plan import Descriptor, Plan
+from isograd.plan import integer as integer
 
 P = TypeVar("P", bound=Plan)
 
@@ -35,20 +35,6 @@ def plan(plan_type: type[P], descriptor: Descriptor, device: str = "cpu", prefer
     key: Any = plan_type
     selected: P = _selected(key, descriptor, device, preference, registry.generation())
     return selected
-
-
-def integer(operation: str, argument: str, value: Any) -> int:
-    """An argument as a plain int; InvalidProblemError for anything else, 1.0 included, which equals 1 in a cache.
-
-    An array of one integer is a number too, but for a recording, whose replay would not see another one in it.
-    """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise InvalidProblemError(f"{operation}: {argument} is {value!r}; it takes integers only") from None
-    if not isinstance(value, (int, np.integer)):
-        encoder.refuse(operation, f"{argument} is a {type(value).__name__}")
-    return number
 
 
 def tape_of(*values: Any) -> Any:

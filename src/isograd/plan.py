@@ -8,6 +8,7 @@ without a copy; kernels on a GPU are handed torch tensors.
 
 from __future__ import annotations
 
+import numbers
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -120,6 +121,33 @@ class Descriptor(ABC):
         """Return the descriptor with plain ints and a non-negative axis, or raise what is wrong with it."""
 
 
+MOST_ELEMENTS = 1 << 56  # of an array: their bytes are counted in 64 bits, and no memory holds as many
+
+
+def integer(operation: str, argument: str, value: Any) -> int:
+    """An argument as a plain int; InvalidProblemError for anything else, 1.0 included, which equals 1 in a cache.
+
+    An array of one integer is a number too, but for a recording, whose replay would not see another one in it.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidProblemError(f"{operation}: {argument} is {value!r}; it takes integers only") from None
+    if not isinstance(value, (int, np.integer)):
+        encoder.refuse(operation, f"{argument} is a {type(value).__name__}")
+    return number
+
+
+def real_number(operation: str, argument: str, value: Any) -> float:
+    """A number as a float; InvalidProblemError for anything else, and for an integer beyond all floats."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise InvalidProblemError(f"{operation}: {argument} is {value!r}; expected a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise InvalidProblemError(f"{operation}: {argument} is beyond the range of floats; expected a number") from None
+
+
 def checked_shape(operation: str, argument: str, shape: Any, least: int = 1) -> tuple[int, ...]:
     """A shape as plain ints, of `least` to MAX_RANK dimensions; InvalidProblemError says what is wrong with it."""
     try:
@@ -132,16 +160,14 @@ def checked_shape(operation: str, argument: str, shape: Any, least: int = 1) -> 
         )
     if min(sizes, default=0) < 0:
         raise InvalidProblemError(f"{operation}: {argument} is {sizes}; sizes are not negative")
+    if max(sizes, default=0) > MOST_ELEMENTS or arrays.size_of(sizes) > MOST_ELEMENTS:
+        raise InvalidProblemError(f"{operation}: {argument} has too many elements; accepted: up to 2^56")
     return sizes
 
 
 def checked_axis(operation: str, axis: Any, shape: tuple[int, ...], argument: str = "axis") -> int:
     """An axis of a shape, counted from the front; InvalidProblemError for one out of range or no integer."""
-    try:
-        number = operator.index(axis)
-    except TypeError as error:
-        raise InvalidProblemError(f"{operation}: {argument} is {axis!r}; it takes integers only") from error
-    rank = len(shape)
+    number, rank = integer(operation, argument, axis), len(shape)
     if not -rank <= number < rank:
         raise InvalidProblemError(f"{operation}: {argument} is {number}; shape {shape} accepts -{rank} to {rank - 1}")
     return number % rank

@@ -10,8 +10,9 @@ import numpy as np
 from isograd import arrays, encoder
 from isograd.errors import InvalidProblemError
 from isograd.fenv import default_environment
-from isograd.losses.reductions import divided, number, plain
+from isograd.losses.reductions import divided, plain
 from isograd.numerics.reference import FORMATS, round_integer
+from isograd.plan import real_number
 
 # The quantum is 2**-40 for float32 losses and 2**-84 for float64 ones: 16 and 31 bits below the last place of a 1.
 QUANTUM_BITS: Final = {"float32": 40, "float64": 84}
@@ -91,7 +92,7 @@ class LossAccumulator:
     def mean(self, count: float) -> Any:
         """The sum over the count of all micro-batches (or over their weights): RN(total / RN(count))."""
         with default_environment(), np.errstate(over="ignore"):
-            divisor = np.dtype(self.dtype).type(number("LossAccumulator.mean", "count", count))
+            divisor = np.dtype(self.dtype).type(real_number("LossAccumulator.mean", "count", count))
         return divided(self.total(), divisor)[()]
 
     def __getstate__(self) -> dict[str, Any]:

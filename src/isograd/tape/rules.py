@@ -254,7 +254,7 @@ def getitem(x: Array, index: Any) -> Result:
     shape = x.shape
     try:
         y = np.asarray(x[index])
-    except IndexError as error:
+    except (IndexError, OverflowError) as error:
         raise IndexOutOfRangeError(f"getitem: {error}; the shape is {shape}") from None
 
     def gradient(g: Array) -> Array:

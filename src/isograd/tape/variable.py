@@ -11,6 +11,7 @@ from isograd.errors import InvalidProblemError
 from isograd.fenv import default_environment
 from isograd.numerics.reference import narrow, work_dtype
 from isograd.numerics.storage import plain_array
+from isograd.plan import real_number
 from isograd.tape import rules
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ def _constant(operation: str, operand: Operand, dtype: np.dtype[Any]) -> NDArray
         # A copy, with canonical NaNs: the caller may overwrite the original before the gradients are computed.
         return narrow(plain_array(operation, "an operand", np.asanyarray(operand)), dtype)
     if isinstance(operand, (int, float)) and not isinstance(operand, bool):
-        return narrow(np.asarray(operand, work_dtype(dtype)), dtype)
+        return narrow(np.asarray(real_number(operation, "an operand", operand), work_dtype(dtype)), dtype)
     raise InvalidProblemError(
         f"{operation}: an operand is a {type(operand).__name__}; expected a variable, a NumPy array of dtype {dtype} "
         "or a Python number"
