@@ -141,3 +141,64 @@ def test_masks_are_refused(name):
         )
         with pytest.raises(ig.InvalidProblemError, match="masked array"):
             function(*given)
+
+
+class Exported:
+    """An array of another library with DLPack alone, or with a namespace for results too."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __dlpack__(self, **options):
+        return self.tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.tensor.__dlpack_device__()
+
+
+class Named(Exported):
+    def __array_namespace__(self, **options):
+        return pytest.importorskip("torch", reason="needs torch")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_arrays_by_dlpack(dtype):
+    torch = pytest.importorskip("torch", reason="needs torch")
+    x = torch.from_numpy(X).to(getattr(torch, dtype))
+    places = torch.from_numpy(PLACES)
+    for view in (x, x.t()[:4, :4], x[::2, 1:]):
+        y, taken = ig.softmax(view), ig.take_along_axis(x, places)
+        plain = ig.softmax(Exported(view))
+        assert plain.dtype.name == dtype
+        assert plain.tobytes() == y.contiguous().view(torch.uint8).numpy().tobytes()
+        named = ig.softmax(Named(view))
+        assert type(named) is torch.Tensor
+        assert torch.equal(named, y)
+        assert torch.equal(ig.take_along_axis(Named(x), Exported(places)), taken)
+    values, indices = ig.top_k(Named(x), 2)
+    assert torch.equal(values, ig.top_k(x, 2).values)
+    assert torch.equal(indices, ig.top_k(x, 2).indices)
+    with pytest.raises(ig.UnsupportedError, match="x is a Named, which a recording cannot"), ig.Encoder():
+        ig.softmax(Named(x))
+
+
+def test_memory_by_dlpack_is_shared_and_kept():
+    torch = pytest.importorskip("torch", reason="needs torch")
+    from isograd import dlpack
+
+    x = torch.arange(6).bfloat16()
+    view = dlpack.taken(Exported(x))
+    x[0] = 7
+    assert view[0] == 7
+    del x
+    assert view.tolist() == [7, 1, 2, 3, 4, 5]
+    back = torch.from_dlpack(dlpack.given(view.copy()))
+    assert back.dtype is torch.bfloat16
+    assert back.tolist() == [7, 1, 2, 3, 4, 5]
+    dlpack.given(view.copy())  # a capsule that nobody takes frees its memory
+
+
+def test_types_that_dlpack_has_and_kernels_have_not():
+    torch = pytest.importorskip("torch", reason="needs torch")
+    with pytest.raises(ig.InvalidProblemError, match="softmax: x is a Exported that DLPack cannot hand over"):
+        ig.softmax(Exported(torch.ones(3).to(torch.float8_e4m3fn)))

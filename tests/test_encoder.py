@@ -255,9 +255,14 @@ def test_class_weights_that_a_recording_computes():
         assert np.array_equal(loss, ig.cross_entropy(x, targets, ig.softmax(scores), reduction="none"))
         scores[...] = scores[::-1].copy()
         encoder.replay()
-    with pytest.raises(InvalidProblemError, match="weight, which the recording reads"), ig.Encoder():
-        ig.cross_entropy(x, targets, scores, reduction="none")
-        ig.softmax(data(4, (6,)).astype(np.float16), out=scores)
+
+    def overwritten():
+        with ig.Encoder():
+            ig.cross_entropy(x, targets, scores, reduction="none")
+            ig.softmax(data(4, (6,)).astype(np.float16), out=scores)
+
+    with pytest.raises(InvalidProblemError, match="weight, which the recording reads"):
+        overwritten()
     with ig.Encoder() as encoder:
         ig.cross_entropy(x, targets, scores, reduction="none")
     scores.resize((0,), refcheck=False)

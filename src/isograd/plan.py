@@ -218,6 +218,11 @@ class Plan:
         self.kernel = kernel
         self.sku = kernel.sku(descriptor)
         self.workspace_size = kernel.workspace_size(descriptor)
+        if not isinstance(self.sku, KernelSku) or not isinstance(self.workspace_size, int) or self.workspace_size < 0:
+            raise InvalidProblemError(
+                f"{descriptor.operation}: kernel {kernel.name} returns {type(self.sku).__name__} for its identity and "
+                f"{self.workspace_size!r} for its workspace; expected a KernelSku and a number of bytes"
+            )
         operands = descriptor.operands()
         self._inputs = tuple([o for o in operands if not o.output])
         self._outputs = tuple([o for o in operands if o.output])
