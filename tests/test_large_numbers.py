@@ -133,7 +133,10 @@ def operators():
         "chunk": (lambda n: igt.linear_cross_entropy(x, x, t, chunk=n),),
         "count": (lambda n: igt.cross_entropy(x, t, count=n),),
         "scale": (lambda n: igt.moe_router(x, 2, scale=n),),
-        "": (lambda n: ig.segment_sum(x, t, n), lambda n: ig.moe_permute(g, order, n), lambda n: igt.moe_permute(g, order, n)),
+        "": (
+            lambda n: ig.segment_sum(x, t, n), lambda n: ig.moe_permute(g, order, n),
+            lambda n: igt.moe_permute(g, order, n),
+        ),
     }  # fmt: skip
 
 

@@ -78,14 +78,14 @@ def register_kernel(operation: str, device: str, dtype: str, kernel: Kernel, *, 
     if not isinstance(dtype, str) or dtype not in accepted:
         raise InvalidProblemError(f"register_kernel: dtype is {dtype!r}; accepted: {', '.join(accepted)}")
     for attribute in ("name", "backend"):
-        if not isinstance(value := getattr(kernel, attribute, None), str) or not value.strip():
+        if not isinstance(text := getattr(kernel, attribute, None), str) or not text.strip():
             raise InvalidProblemError(
                 f"register_kernel: {type(kernel).__name__} has no name or backend; expected a string for each"
             )
     for method in ("reject", "sku", "workspace_size", "launch"):
-        if not callable(value := getattr(kernel, method)):
+        if not callable(function := getattr(kernel, method)):
             raise InvalidProblemError(
-                f"register_kernel: {method} of {type(kernel).__name__} is {value!r}; expected a method"
+                f"register_kernel: {method} of {type(kernel).__name__} is {function!r}; expected a method"
             )
     if not isinstance(priority, int) or isinstance(priority, bool):
         raise InvalidProblemError(f"register_kernel: priority is {priority!r}; expected an integer")
