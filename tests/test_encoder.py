@@ -2,6 +2,7 @@
 
 import threading
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -213,3 +214,86 @@ def test_a_block_left_twice_or_never_entered_is_refused():
     with ig.Encoder() as later:
         ig.softmax(x, out=y)
     assert len(later) == 1
+
+
+def class_weight_calls(weight):
+    """Recorded calls that take class weights, and a function that computes the same at once."""
+    x, g = data(), data(1, (4,))
+    x = x.astype(weight.dtype)
+    targets, table = np.arange(4), data(2, (6, 6)).astype(weight.dtype)
+
+    def call():
+        loss = ig.cross_entropy(x, targets, weight, reduction="none")
+        gradient = ig.cross_entropy_backward(g, x, targets, weight, reduction="none")
+        linear = ig.linear_cross_entropy(x, table, targets, class_weight=weight, reduction="none")
+        return loss, gradient, linear
+
+    return call
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_replay_reads_class_weights_again(dtype):
+    weight = np.ones(6, dtype)
+    call = class_weight_calls(weight)
+    with ig.Encoder() as encoder:
+        promised = call()
+    assert len(encoder) == 3
+    for _ in range(2):
+        weight[...] = np.random.default_rng(int(weight[0])).integers(1, 5, 6)
+        encoder.replay()
+        for found, expected in zip(promised, call(), strict=True):
+            assert found.result().tobytes() == expected.tobytes()
+
+
+def test_class_weights_that_a_recording_computes():
+    x, targets = data().astype(np.float16), np.arange(4)
+    scores = data(3, (6,)).astype(np.float16)
+    with ig.Encoder() as encoder:
+        weight = ig.softmax(scores)
+        loss = ig.cross_entropy(x, targets, weight, reduction="none")
+    for _ in range(2):
+        assert np.array_equal(loss, ig.cross_entropy(x, targets, ig.softmax(scores), reduction="none"))
+        scores[...] = scores[::-1].copy()
+        encoder.replay()
+
+    def overwritten():
+        with ig.Encoder():
+            ig.cross_entropy(x, targets, scores, reduction="none")
+            ig.softmax(data(4, (6,)).astype(np.float16), out=scores)
+
+    with pytest.raises(InvalidProblemError, match="weight, which the recording reads"):
+        overwritten()
+    with ig.Encoder() as encoder:
+        ig.cross_entropy(x, targets, scores, reduction="none")
+    scores.resize((0,), refcheck=False)
+    with pytest.raises(RecordingError, match="cross_entropy: the memory of weight was released or moved"):
+        encoder.replay()
+
+
+def test_arrays_in_place_of_numbers_are_refused():
+    x, place = data(), np.array(1)
+    for call in (
+        lambda: ig.top_k(x, place),
+        lambda: ig.sparsemax(x, place),
+        lambda: ig.segment_sum(x, np.zeros(4, int), place),
+        lambda: ig.cross_entropy(x, np.zeros(4, int), ignore_index=place, reduction="none"),
+        lambda: ig.softmax(x, place),
+        lambda: ig.take_along_axis(x, np.zeros((4, 1), int), place),
+    ):
+        call()
+        with pytest.raises(UnsupportedError, match=r"is a ndarray, which a recording cannot contain"), ig.Encoder():
+            call()
+    with ig.Encoder() as encoder:
+        y = ig.top_k(x, np.int64(2)).values
+    encoder.replay()
+    assert y.shape == (4, 2)
+
+
+def test_losses_cannot_be_accumulated_before_they_are_there():
+    total, x = ig.LossAccumulator(), data()
+    with ig.Encoder():
+        losses = ig.cross_entropy(x, np.arange(4), reduction="none")
+        with pytest.raises(UnsupportedError, match=r"LossAccumulator\.add: losses are added at once"):
+            total.add(losses)
+    total.add(losses)
+    assert total.total() == ig.cross_entropy(x, np.arange(4), reduction="sum")

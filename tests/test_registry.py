@@ -271,3 +271,40 @@ def test_preferring_what_there_is_not():
         ig.prefer("hoper")
     with pytest.raises(ig.InvalidProblemError, match="names has \\['hopper'\\]"):
         ig.prefer(["hopper"])
+
+
+def test_what_is_no_kernel_is_refused():
+    def register(operation="softmax", device="cpu", dtype="float32", priority=0, **attributes):
+        kernel = Constant("refused")
+        for name, value in attributes.items():
+            setattr(kernel, name, value)
+        ig.register_kernel(operation, device, dtype, kernel, priority=priority)
+
+    before = ig.kernels()
+    for given, words in (
+        ({"operation": ""}, "operation is ''"),
+        ({"operation": None}, "operation is None"),
+        ({"operation": ("softmax",)}, r"operation is \('softmax',\)"),
+        ({"device": "cuda:0"}, "device is 'cuda:0'"),
+        ({"device": 0}, "device is 0"),
+        ({"dtype": np.dtype("float32")}, "dtype is"),
+        ({"dtype": ["float32"]}, "dtype is"),
+        ({"priority": True}, "priority is True"),
+        ({"name": " "}, "has no name"),
+        ({"backend": None}, "has no name or backend"),
+        ({"launch": None}, "launch of Constant is None; expected a method"),
+        ({"reject": "no"}, "reject of Constant is 'no'; expected a method"),
+    ):
+        with pytest.raises(ig.InvalidProblemError, match=f"register_kernel: .*{words}"):
+            register(**given)
+    assert ig.kernels() == before
+
+
+@pytest.mark.parametrize("attributes", [{"sku": lambda d: "me"}, {"workspace_size": lambda d: None}, {"size": -1}])
+def test_a_kernel_that_does_not_describe_itself(register, attributes):
+    kernel = Constant()
+    for name, value in attributes.items():
+        setattr(kernel, name, value)
+    register(kernel)
+    with pytest.raises(ig.InvalidProblemError, match=r"kernel constant returns .*; expected a KernelSku"):
+        ig.SoftmaxPlan.select(DESCRIPTOR)

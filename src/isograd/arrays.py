@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from isograd import dlpack
 from isograd.errors import DeviceMismatchError, InvalidProblemError, UnsupportedError
 from isograd.numerics.reference import BFLOAT16
-from isograd.numerics.storage import address, dtype_name
+from isograd.numerics.storage import address, dtype_name, plain_array
 
 # dtype.name is Python code and slower than all that a plan checks besides.
 _ARRAY_TYPES = {np.dtype(name): name for name in ("float16", "float32", "float64")} | {BFLOAT16: "bfloat16"}
@@ -45,8 +46,7 @@ def describe(array: Any, operation: str, argument: str, index: bool = False) -> 
         raise InvalidProblemError(
             f"{operation}: {argument} is {type(array).__name__}; expected a NumPy array or a torch tensor"
         )
-    if isinstance(array, np.ma.MaskedArray):
-        raise InvalidProblemError(f"{operation}: {argument} is a masked array, whose mask would be lost; fill it first")
+    plain_array(operation, argument, array)
     return "cpu", index_name(array.dtype, operation, argument) if index else dtype_name(
         array.dtype, operation, argument
     )
@@ -55,11 +55,7 @@ def describe(array: Any, operation: str, argument: str, index: bool = False) -> 
 def describe_mask(mask: Any, operation: str, argument: str) -> tuple[str, str]:
     """(device, "bool") of a boolean array that a plan is handed; errors as for `describe`."""
     if isinstance(mask, np.ndarray):
-        if isinstance(mask, np.ma.MaskedArray):
-            raise InvalidProblemError(
-                f"{operation}: {argument} is a masked array, whose mask would be lost; fill it first"
-            )
-        device, dtype = "cpu", mask.dtype.name
+        device, dtype = "cpu", plain_array(operation, argument, mask).dtype.name
     elif is_tensor(mask):
         if mask.is_nested or mask.layout is not sys.modules["torch"].strided:
             raise UnsupportedError(f"{operation}: {argument} is no dense, strided tensor; accepted: such tensors")
@@ -86,7 +82,7 @@ def index_name(dtype: Any, operation: str, argument: str) -> str:
 def to_numpy(x: Any, operation: str, argument: str) -> tuple[NDArray[Any], Callable[[NDArray[Any]], Any] | None]:
     """A NumPy view of an array, and the function that turns a result into the same kind of array."""
     if isinstance(x, np.ndarray):
-        return x, None
+        return plain_array(operation, argument, x), None
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         if x.__dlpack_device__()[0] != 1:
             raise DeviceMismatchError(
@@ -94,16 +90,21 @@ def to_numpy(x: Any, operation: str, argument: str) -> tuple[NDArray[Any], Calla
             )
         space = x.__array_namespace__() if hasattr(x, "__array_namespace__") else None
         try:
-            view = np.from_dlpack(x)
-        except (BufferError, RuntimeError, TypeError) as error:
+            view = dlpack.taken(x)
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
             raise InvalidProblemError(
                 f"{operation}: {argument} is a {type(x).__name__} that DLPack cannot hand over ({error})"
             ) from error
-        return view, None if space is None else space.from_dlpack
+        return view, None if space is None else lambda result: space.from_dlpack(dlpack.given(result))
     raise InvalidProblemError(
         f"{operation}: {argument} is {type(x).__name__}; expected a NumPy array, a torch tensor, an array with DLPack "
         "or a tape variable"
     )
+
+
+def copied(x: Any, operation: str, argument: str) -> NDArray[Any]:
+    """A copy of an array for later use: the caller may overwrite the original meanwhile."""
+    return np.array(to_numpy(x, operation, argument)[0])
 
 
 def is_tensor(array: Any) -> bool:

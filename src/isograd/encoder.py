@@ -67,6 +67,13 @@ class _BlockEnd:
         self._method(*arguments)
 
 
+class _Conversion(NamedTuple):
+    """An argument and its copy in another dtype, which is made anew before each run."""
+
+    source: Any
+    target: Any
+
+
 class _Launch(NamedTuple):
     """A plan with its arguments (kept alive), as its kernel takes them, and where they lay when they were recorded."""
 
@@ -75,6 +82,13 @@ class _Launch(NamedTuple):
     operands: Mapping[str, Any]
     workspace: Any
     placements: tuple[Placement, ...]
+    conversions: tuple[_Conversion, ...]
+
+    def run(self) -> None:
+        """Compute on the current contents of the arguments."""
+        for source, target in self.conversions:
+            target[...] = source
+        self.plan.kernel.launch(self.plan.descriptor, self.operands, self.workspace, None)
 
 
 class Encoder:
@@ -86,10 +100,11 @@ class Encoder:
     (`torch.ops.isograd`, the backward pass of autograd) run at once too. The encoder keeps every argument alive.
 
     A replay reads the arguments again, so an output may be read by later launches but must not overlap what the
-    recording reads from outside: results in place are refused with InvalidProblemError. RecordingError: a result is
-    used before it was submitted, the encoder is used out of turn, or an argument's memory was released or moved since
-    (a storage resized to nothing, say). DeviceMismatchError: an argument on another device. UnsupportedError: a call
-    that would need a gradient or a conversion recorded as well.
+    recording reads from outside: results in place are refused with InvalidProblemError. Numbers (a seed, a gradient of
+    1) and shapes are those of the recording. RecordingError: a result is used before it was submitted, the encoder is
+    used out of turn, or an argument's memory was released or moved since (a storage resized to nothing, say).
+    DeviceMismatchError: an argument on another device. UnsupportedError: a call that would need a gradient, or a copy
+    of an argument, recorded as well, and an array in place of a number.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -101,6 +116,7 @@ class Encoder:
         self._place = self.device if index or kind == "cpu" else None
         self._state = "new"
         self._launches: list[_Launch] = []
+        self._conversions: dict[int, _Conversion] = {}
         self._written: set[Placement] = set()
         self._read: dict[Placement, tuple[str, Any]] = {}
         self._guard: Any = None
@@ -208,6 +224,9 @@ class Encoder:
                 raise DeviceMismatchError(
                     f"{operation}: {plan.outputs[0]} is on {place}; the recording is for {self._place}"
                 )
+            # From here on arguments stand for their copies.
+            conversions = {key: self._conversions[id(a)] for key, a in arguments.items() if id(a) in self._conversions}
+            arguments = arguments | {key: conversion.source for key, conversion in conversions.items()}
             placements = tuple(arrays.placement(array) for array in arguments.values())
             read = dict(self._read)
             for (key, array), placement in zip(arguments.items(), placements, strict=True):
@@ -228,7 +247,13 @@ class Encoder:
                 self._written.add(arrays.placement(out))
                 if self._guard is not None and not isinstance(out, np.ndarray):
                     self._guard.pending.append((operation, out))
-            self._launches.append(_Launch(plan, arguments, operands, workspace, placements))
+            launch = _Launch(plan, arguments, operands, workspace, placements, tuple(conversions.values()))
+            self._launches.append(launch)
+
+    def converted(self, array: Any, copy: Any) -> Any:
+        """Take `copy`, of another dtype, for an array in a launch that is recorded; every run fills it again."""
+        self._conversions[id(copy)] = _Conversion(array, copy)
+        return copy
 
     @contextmanager
     def unguarded(self) -> Iterator[None]:
@@ -243,20 +268,20 @@ class Encoder:
             self._guard.suspended = suspended
 
     def _mark_written(self) -> None:
-        for plan, arguments, *_ in self._launches:
-            plan.mark_written(arguments)
+        for launch in self._launches:
+            launch.plan.mark_written(launch.arguments)
 
     def _run(self) -> None:
         self._mark_written()
-        for plan, _, operands, workspace, _ in self._launches:
-            plan.kernel.launch(plan.descriptor, operands, workspace, None)
+        for launch in self._launches:
+            launch.run()
 
     def _require_arguments(self) -> None:
-        for plan, arguments, _, _, placements in self._launches:
-            for (key, array), placement in zip(arguments.items(), placements, strict=True):
+        for launch in self._launches:
+            for (key, array), placement in zip(launch.arguments.items(), launch.placements, strict=True):
                 if arrays.placement(array) != placement:
                     raise RecordingError(
-                        f"{plan.sku.op}: the memory of {key} was released or moved after the call was recorded"
+                        f"{launch.plan.sku.op}: the memory of {key} was released or moved after the call was recorded"
                     )
 
     def _captured(self) -> Any:

@@ -10,17 +10,17 @@ Inside an `Encoder` the plan is recorded instead, and what `run` returns is a pr
 """
 
 import functools
-import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
 
 from isograd import arrays, encoder, memory, registry
-from isograd.errors import InvalidProblemError, UnsupportedError
+from isograd.errors import UnsupportedError
 from isograd.plan import Descriptor, Plan
+from isograd.plan import integer as integer
 
 P = TypeVar("P", bound=Plan)
 
@@ -35,14 +35,6 @@ def plan(plan_type: type[P], descriptor: Descriptor, device: str = "cpu", prefer
     key: Any = plan_type
     selected: P = _selected(key, descriptor, device, preference, registry.generation())
     return selected
-
-
-def integer(operation: str, argument: str, value: Any) -> int:
-    """An argument as a plain int; InvalidProblemError for anything else, 1.0 included, which equals 1 in a cache."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise InvalidProblemError(f"{operation}: {argument} is {value!r}; it takes integers only") from None
 
 
 def tape_of(*values: Any) -> Any:
@@ -63,8 +55,6 @@ def inputs(operation: str, **given: Any) -> tuple[list[Any], Callable[[Any], Any
             array, back = arrays.to_numpy(array, operation, name)
             if back is not None:
                 encoder.refuse(operation, f"{name} is a {type(value).__name__}")
-            if not isinstance(array, np.ma.MaskedArray):  # whose mask the plan refuses to lose
-                array = array.view(np.ndarray)
             restore = back if position == 0 else restore
         taken.append(array)
     return taken, restore if restore is not None else lambda result: result
@@ -78,19 +68,21 @@ def empty(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
     return memory.with_huge_pages(torch.empty(shape, dtype=getattr(torch, dtype), device=like.device))
 
 
-def run(plan: Plan, **arguments: Any) -> Any:
-    """Run a plan and return what it wrote: one array, or a tuple of them.
-
-    UnsupportedError for a tensor that autograd follows: the result would silently lack its history.
-    """
+def refuse_gradients(operation: str, arguments: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for a tensor that autograd follows: the result would silently lack its history."""
     torch = sys.modules.get("torch")
     if torch is not None:
         tensors = [name for name, a in arguments.items() if arrays.is_tensor(a) and a.requires_grad]
         if tensors and torch.is_grad_enabled():
             raise UnsupportedError(
-                f"{plan.sku.op}: {tensors[0]} requires a gradient, which is not recorded here; use isograd.torch, "
+                f"{operation}: {tensors[0]} requires a gradient, which is not recorded here; use isograd.torch, "
                 "torch.no_grad() or detach()"
             )
+
+
+def run(plan: Plan, **arguments: Any) -> Any:
+    """Run a plan and return what it wrote, one array or a tuple of them; errors as of `refuse_gradients`."""
+    refuse_gradients(plan.sku.op, arguments)
     plan.run(**arguments)
     written = [promised(plan.sku.op, arguments[name]) for name in plan.outputs]
     return written[0] if len(written) == 1 else tuple(written)

@@ -8,6 +8,7 @@ without a copy; kernels on a GPU are handed torch tensors.
 
 from __future__ import annotations
 
+import numbers
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -120,6 +121,33 @@ class Descriptor(ABC):
         """Return the descriptor with plain ints and a non-negative axis, or raise what is wrong with it."""
 
 
+MOST_ELEMENTS = 1 << 56  # of an array: their bytes are counted in 64 bits, and no memory holds as many
+
+
+def integer(operation: str, argument: str, value: Any) -> int:
+    """An argument as a plain int; InvalidProblemError for anything else, 1.0 included, which equals 1 in a cache.
+
+    An array of one integer is a number too, but for a recording, whose replay would not see another one in it.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidProblemError(f"{operation}: {argument} is {value!r}; it takes integers only") from None
+    if not isinstance(value, (int, np.integer)):
+        encoder.refuse(operation, f"{argument} is a {type(value).__name__}")
+    return number
+
+
+def real_number(operation: str, argument: str, value: Any) -> float:
+    """A number as a float; InvalidProblemError for anything else, and for an integer beyond all floats."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise InvalidProblemError(f"{operation}: {argument} is {value!r}; expected a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise InvalidProblemError(f"{operation}: {argument} is beyond the range of floats; expected a number") from None
+
+
 def checked_shape(operation: str, argument: str, shape: Any, least: int = 1) -> tuple[int, ...]:
     """A shape as plain ints, of `least` to MAX_RANK dimensions; InvalidProblemError says what is wrong with it."""
     try:
@@ -132,16 +160,14 @@ def checked_shape(operation: str, argument: str, shape: Any, least: int = 1) -> 
         )
     if min(sizes, default=0) < 0:
         raise InvalidProblemError(f"{operation}: {argument} is {sizes}; sizes are not negative")
+    if max(sizes, default=0) > MOST_ELEMENTS or arrays.size_of(sizes) > MOST_ELEMENTS:
+        raise InvalidProblemError(f"{operation}: {argument} has too many elements; accepted: up to 2^56")
     return sizes
 
 
 def checked_axis(operation: str, axis: Any, shape: tuple[int, ...], argument: str = "axis") -> int:
     """An axis of a shape, counted from the front; InvalidProblemError for one out of range or no integer."""
-    try:
-        number = operator.index(axis)
-    except TypeError as error:
-        raise InvalidProblemError(f"{operation}: {argument} is {axis!r}; it takes integers only") from error
-    rank = len(shape)
+    number, rank = integer(operation, argument, axis), len(shape)
     if not -rank <= number < rank:
         raise InvalidProblemError(f"{operation}: {argument} is {number}; shape {shape} accepts -{rank} to {rank - 1}")
     return number % rank
@@ -192,6 +218,11 @@ class Plan:
         self.kernel = kernel
         self.sku = kernel.sku(descriptor)
         self.workspace_size = kernel.workspace_size(descriptor)
+        if not isinstance(self.sku, KernelSku) or not isinstance(self.workspace_size, int) or self.workspace_size < 0:
+            raise InvalidProblemError(
+                f"{descriptor.operation}: kernel {kernel.name} returns {type(self.sku).__name__} for its identity and "
+                f"{self.workspace_size!r} for its workspace; expected a KernelSku and a number of bytes"
+            )
         operands = descriptor.operands()
         self._inputs = tuple([o for o in operands if not o.output])
         self._outputs = tuple([o for o in operands if o.output])
@@ -287,7 +318,10 @@ class Plan:
         if plain:
             return arguments
         if self.device == "cpu":
-            return {k: a if isinstance(a, np.ndarray) else arrays.numpy_view(a) for k, a in arguments.items()}
+            return {
+                k: a.view(np.ndarray) if isinstance(a, np.ndarray) else arrays.numpy_view(a)
+                for k, a in arguments.items()
+            }
         place = arguments[self.outputs[0]].device
         if any(array.device != place for array in arguments.values()):
             raise DeviceMismatchError(f"{name}: {self._locations(arguments)}; expected one device for all")
@@ -302,7 +336,7 @@ class Plan:
         return self._are_tensors(arguments, self.device)
 
     def _check_array(self, operand: Operand, array: Any, arguments: Mapping[str, Any]) -> bool:
-        """Raise what is wrong with an argument; whether it is a NumPy array."""
+        """Raise what is wrong with an argument; whether it is a NumPy array and none of a subclass."""
         name, key = self.sku.op, operand.name
         if operand.dtype == "bool":
             device, dtype = arrays.describe_mask(array, name, key)
@@ -317,7 +351,7 @@ class Plan:
                 f"{name}: {key} has an address or strides that are no multiple of its element size; "
                 "copy it into an aligned array"
             )
-        return isinstance(array, np.ndarray)
+        return type(array) is np.ndarray
 
     def _locations(self, arguments: Mapping[str, Any]) -> str:
         names = [operand.name for operand in (*self._inputs, *self._outputs)]

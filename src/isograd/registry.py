@@ -65,18 +65,33 @@ _preferred: tuple[str, ...] = ()
 
 
 def register_kernel(operation: str, device: str, dtype: str, kernel: Kernel, *, priority: int = 0) -> None:
-    """Let `kernel` serve an operation on a device for a dtype; the same name registered again replaces the old one."""
+    """Let `kernel` serve an operation on a device for a dtype; the same name registered again replaces the old one.
+
+    operation: of the library or of a descriptor of your own. device: a type without a number, "cuda". Raises
+    InvalidProblemError for names that are no identifiers, another dtype, a priority that is no integer, and for what is
+    no kernel: an instance of `Kernel` with its methods, a name and a backend.
+    """
     from isograd.plan import DTYPES, INDEX_DTYPES, Kernel
 
     if not isinstance(kernel, Kernel):
         raise InvalidProblemError(f"register_kernel: kernel is {type(kernel).__name__}; expected an isograd.Kernel")
-    if dtype not in (accepted := (*DTYPES, *INDEX_DTYPES)):
+    for argument, value in (("operation", operation), ("device", device)):
+        if not isinstance(value, str) or not value.isidentifier():
+            raise InvalidProblemError(f"register_kernel: {argument} is {value!r}; expected a name")
+    accepted = (*DTYPES, *INDEX_DTYPES)
+    if not isinstance(dtype, str) or dtype not in accepted:
         raise InvalidProblemError(f"register_kernel: dtype is {dtype!r}; accepted: {', '.join(accepted)}")
-    if not isinstance(getattr(kernel, "name", None), str) or not isinstance(getattr(kernel, "backend", None), str):
-        raise InvalidProblemError(
-            f"register_kernel: {type(kernel).__name__} has no name or backend; expected a string for each"
-        )
-    if not isinstance(priority, int):
+    for attribute in ("name", "backend"):
+        if not isinstance(text := getattr(kernel, attribute, None), str) or not text.strip():
+            raise InvalidProblemError(
+                f"register_kernel: {type(kernel).__name__} has no name or backend; expected a string for each"
+            )
+    for method in ("reject", "sku", "workspace_size", "launch"):
+        if not callable(function := getattr(kernel, method)):
+            raise InvalidProblemError(
+                f"register_kernel: {method} of {type(kernel).__name__} is {function!r}; expected a method"
+            )
+    if not isinstance(priority, int) or isinstance(priority, bool):
         raise InvalidProblemError(f"register_kernel: priority is {priority!r}; expected an integer")
     entry = Entry(operation, device, dtype, kernel, priority)
     global _generation

@@ -179,3 +179,15 @@ def test_gradients_are_not_lost():
         ig.attention(*tensors)
     with torch.no_grad():
         assert ig.attention(*tensors).shape == (2, 4, 5, 24)
+
+
+def test_dropout_has_no_default_seed():
+    o, lse = ig.attention(Q, K, V, dropout_p=0.5, seed=0, return_lse=True)
+    tape = ig.Tape()
+    for call in (
+        lambda: ig.attention(Q, K, V, dropout_p=0.5),
+        lambda: ig.attention(tape.leaf(Q), K, V, dropout_p=0.5),
+        lambda: ig.attention_backward(o, Q, K, V, o, lse, dropout_p=0.5),
+    ):
+        with pytest.raises(ig.InvalidProblemError, match=r"dropout_p is 0.5 and seed is None; expected a seed"):
+            call()

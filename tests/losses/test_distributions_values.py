@@ -84,11 +84,11 @@ def test_gumbel_softmax_is_torchs_given_the_same_noise(hard, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "exponential_", lambda self: self.copy_(torch.exp(-noise)))
     y = torch.nn.functional.gumbel_softmax(x, 0.6, hard, dim=0)
     monkeypatch.undo()
-    ours = ig.gumbel_softmax(x.detach(), 0.6, hard, 0, 3, 17)
+    ours = ig.gumbel_softmax(x.detach(), 0.6, hard, 0, seed=3, offset=17)
     torch.testing.assert_close(ours, y.detach(), rtol=1e-10, atol=1e-14)
     dy = torch.tensor(normal(6, 9))
     (dx,) = torch.autograd.grad(y, x, dy)
-    soft = ig.gumbel_softmax(x.detach(), 0.6, False, 0, 3, 17)
+    soft = ig.gumbel_softmax(x.detach(), 0.6, False, 0, seed=3, offset=17)
     torch.testing.assert_close(ig.gumbel_softmax_backward(dy, soft, 0.6, 0), dx, rtol=1e-9, atol=1e-12)
 
 
@@ -118,7 +118,7 @@ CASES = {
     "distillation named": (lambda x: ig.distillation_loss(x, KEPT, 1.7, INDICES, "sum"), [normal(4, 7)]),
     "distillation mean": (lambda x: ig.distillation_loss(x, KEPT, 1.0, INDICES, "mean"), [normal(4, 7)]),
     "gumbel_softmax": (lambda x: ig.gumbel_softmax(x, 0.8, seed=1), [normal(4, 7)]),
-    "gumbel_softmax axis": (lambda x: tp.gumbel_softmax(x, 2.0, False, 0, 1, 5), [normal(4, 7)]),
+    "gumbel_softmax axis": (lambda x: tp.gumbel_softmax(x, 2.0, False, 0, seed=1, offset=5), [normal(4, 7)]),
     "sparsemax": (lambda x: ig.sparsemax(x), [normal(4, 7)]),
     "sparsemax axis": (lambda x: tp.sparsemax(x, 0), [normal(4, 7) * 0.3]),
 }
@@ -209,7 +209,7 @@ def test_masked_rows(dtype):
     kept, indices = np.log(np.full((5, 2), 0.5)).astype(dtype), np.tile([0, 1], (5, 1))
     losses = ig.distillation_loss(x, kept, 1.0, indices, "none")
     np.testing.assert_array_equal(np.isnan(losses), [False, True, False, True, True])
-    for y in (ig.gumbel_softmax(x), ig.gumbel_softmax(x, hard=True), ig.sparsemax(x)):
+    for y in (ig.gumbel_softmax(x, seed=0), ig.gumbel_softmax(x, hard=True, seed=0), ig.sparsemax(x)):
         np.testing.assert_array_equal(np.isnan(y).all(1), [False, True, False, True, True])
         np.testing.assert_array_equal(np.isnan(y).any(1), [False, True, False, True, True])
         assert y[0, 2] == 0
@@ -268,7 +268,7 @@ def test_empty_arrays(dtype):
         assert np.isnan(ig.distillation_loss(x, x)) == (shape[0] == 0 and len(shape) > 1)
         assert ig.distillation_loss_backward(np.ones((), of), x, x).shape == shape
         for axis in range(len(shape)):
-            assert ig.gumbel_softmax(x, axis=axis).shape == ig.sparsemax(x, axis).shape == shape
+            assert ig.gumbel_softmax(x, axis=axis, seed=0).shape == ig.sparsemax(x, axis).shape == shape
             assert ig.gumbel_softmax_backward(x, x, axis=axis).shape == ig.sparsemax_backward(x, x, axis).shape == shape
     x = np.zeros((0, 5), dtype)
     kept, indices = np.zeros((0, 2), dtype), np.zeros((0, 2), np.int32)
@@ -357,12 +357,12 @@ REFUSED = {
         ["classes"],
     ),
     "float indices": (lambda: ig.distillation_loss(X, LP, 1.0, LP), ig.UnsupportedError, ["indices", "int64"]),
-    "tau": (lambda: ig.gumbel_softmax(X, 0), ig.InvalidProblemError, ["tau"]),
-    "hard": (lambda: ig.gumbel_softmax(X, 1.0, "yes"), ig.InvalidProblemError, ["hard", "yes"]),
-    "axis": (lambda: ig.gumbel_softmax(X, axis=2), ig.InvalidProblemError, ["axis", "2"]),
+    "tau": (lambda: ig.gumbel_softmax(X, 0, seed=0), ig.InvalidProblemError, ["tau"]),
+    "hard": (lambda: ig.gumbel_softmax(X, 1.0, "yes", seed=0), ig.InvalidProblemError, ["hard", "yes"]),
+    "axis": (lambda: ig.gumbel_softmax(X, axis=2, seed=0), ig.InvalidProblemError, ["axis", "2"]),
     "float axis": (lambda: ig.sparsemax(X, 1.0), ig.InvalidProblemError, ["axis", "1.0"]),
     "seed": (lambda: ig.gumbel_softmax(X, seed=-1), ig.InvalidProblemError, ["seed", "-1"]),
-    "offset": (lambda: ig.gumbel_softmax(X, offset=2**64), ig.InvalidProblemError, ["offset"]),
+    "offset": (lambda: ig.gumbel_softmax(X, seed=0, offset=2**64), ig.InvalidProblemError, ["offset"]),
     "sparse shapes": (lambda: ig.sparsemax_backward(X, X[:2]), ig.InvalidProblemError, ["dy", "(4, 6)"]),
     "lists": (lambda: ig.sparsemax([1.0, 2.0]), ig.InvalidProblemError, ["x", "list"]),
 }
@@ -404,3 +404,12 @@ def test_teachers_of_another_width():
     loss = ig.distillation_loss(x, X)
     assert raw(loss) == raw(ig.distillation_loss(x.astype(np.float32), X))
     assert raw(ig.distillation_loss(X, x)) == raw(ig.distillation_loss(X, x.astype(np.float32)))
+
+
+def test_noise_has_no_default_seed():
+    tape = ig.Tape()
+    for logits in (X, tape.leaf(X)):
+        with pytest.raises(TypeError, match="seed"):
+            ig.gumbel_softmax(logits)
+    with pytest.raises(TypeError, match="seed"):
+        tp.gumbel_softmax(tape.leaf(X))

@@ -58,8 +58,8 @@ def test_seeds_and_streams_differ(make):
     base = make(100, 1, 1)
     for other in (make(100, 2, 1), make(100, 1, 2), make(100, 1 << 40, 1)):
         assert not np.any(base == other)
-    assert make((0, 3)).shape == (0, 3)
-    assert make(()).shape == ()
+    assert make((0, 3), 1).shape == (0, 3)
+    assert make((), 1).shape == ()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -89,10 +89,10 @@ def test_normal(dtype):
 
 def test_normal_under_another_floating_point_environment():
     torch = pytest.importorskip("torch")
-    expected = random.normal(1000, dtype=np.float64)
+    expected = random.normal(1000, 0, dtype=np.float64)
     torch.set_flush_denormal(True)
     try:
-        assert np.array_equal(random.normal(1000, dtype=np.float64), expected)
+        assert np.array_equal(random.normal(1000, 0, dtype=np.float64), expected)
     finally:
         torch.set_flush_denormal(False)
 
@@ -111,8 +111,8 @@ def test_wrong_seed(seed):
 
 def test_wrong_stream_and_dtype():
     with pytest.raises(ig.InvalidProblemError, match="stream"):
-        random.uniform(3, stream=1 << 32)
+        random.uniform(3, 0, stream=1 << 32)
     with pytest.raises(ig.InvalidProblemError, match="float16"):
-        random.uniform(3, dtype=np.float16)
+        random.uniform(3, 0, dtype=np.float16)
     with pytest.raises(ig.InvalidProblemError, match="int64"):
-        random.normal(3, dtype=np.int64)
+        random.normal(3, 0, dtype=np.int64)

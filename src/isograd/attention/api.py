@@ -32,6 +32,13 @@ def _plan(plan_type: type[Plan], descriptor: AttentionDescriptor, device: str) -
     return functional.plan(plan_type, descriptor, device)
 
 
+def _seed(operation: str, dropout_p: float, seed: int | None) -> int:
+    """The seed, which dropout has to have: a default one would drop the same at every call."""
+    if seed is None and dropout_p:
+        raise InvalidProblemError(f"{operation}: dropout_p is {dropout_p} and seed is None; expected a seed")
+    return 0 if seed is None else seed
+
+
 @overload
 def attention(  # type: ignore[overload-overlap]  # arrays alone match here
     q: DataT,
@@ -86,7 +93,7 @@ def attention(
     cu_seqlens: tuple[Any, Any] | None = None,
     sinks: Any = None,
     dropout_p: float = 0.0,
-    seed: int = 0,
+    seed: int | None = None,
     layout: Layout = "BHLD",
     return_lse: bool = False,
     out: Any = None,
@@ -107,7 +114,8 @@ def attention(
     [N + 1]; B is 1 and holds N sequences one after the other, n in the rows cu_seqlens[n] to cu_seqlens[n + 1]; not
     together with bias, mask and segment_ids. sinks: [Hq], q's dtype or float32, one more score of each row that takes
     its share of the probabilities and has no value. dropout_p: probabilities are set to 0 with that probability and
-    else divided by 1 - dropout_p; which ones is a function of (seed, sequence, head, i, j) alone.
+    else divided by 1 - dropout_p; which ones is a function of (seed, sequence, head, i, j) alone. seed: from 0 to
+    2^64 - 1; it has no default with dropout, which would drop the same at every call.
 
     return_lse: return (o, lse) with lse = log Σ_j exp(s_ij), [B, Hq, Lq] in the work type (float32 for 16 bits), what
     `attention_backward` needs. out: where o goes.
@@ -121,7 +129,7 @@ def attention(
     arrays on different devices.
     """
     name = "attention"
-    options = AttentionOptions(causal, alignment, window, scale, softcap, dropout_p, seed)
+    options = AttentionOptions(causal, alignment, window, scale, softcap, dropout_p, _seed(name, dropout_p, seed))
     tape = functional.tape_of(q, k, v, bias, sinks)
     if tape is not None:
         if out is not None:
@@ -213,7 +221,7 @@ def attention_backward(
     cu_seqlens: tuple[Any, Any] | None = None,
     sinks: Any = None,
     dropout_p: float = 0.0,
-    seed: int = 0,
+    seed: int | None = None,
     layout: Layout = "BHLD",
     bias_gradient: bool = True,
 ) -> AttentionGradients[Any]:
@@ -228,7 +236,7 @@ def attention_backward(
     Errors as for `attention`.
     """
     name = "attention_backward"
-    options = AttentionOptions(causal, alignment, window, scale, softcap, dropout_p, seed)
+    options = AttentionOptions(causal, alignment, window, scale, softcap, dropout_p, _seed(name, dropout_p, seed))
     extra = steps.named(name, steps.Given(bias, mask, segment_ids, cu_seqlens, sinks))
     if dlse is not None:
         extra["dlse"] = dlse

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 import operator
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -11,6 +10,7 @@ from typing import Any, Self
 import numpy as np
 
 from isograd.errors import InvalidProblemError
+from isograd.plan import real_number
 
 # The least and the largest normal number of a work type.
 _RANGES = {"float32": (2.0**-126, (2 - 2.0**-23) * 2.0**127), "float64": (2.0**-1022, math.ldexp(2 - 2.0**-52, 1023))}
@@ -55,15 +55,15 @@ class AttentionOptions:
             raise InvalidProblemError(
                 f"{operation}: alignment is {self.alignment!r}; accepted: {', '.join(ALIGNMENTS)}"
             )
-        softcap = _number(operation, "softcap", self.softcap)
+        softcap = real_number(operation, "softcap", self.softcap)
         if softcap != 0 and not least <= softcap <= most:
             raise InvalidProblemError(
                 f"{operation}: softcap is {softcap}; expected 0 or a positive normal number of {work}"
             )
-        dropout_p = _number(operation, "dropout_p", self.dropout_p)
+        dropout_p = real_number(operation, "dropout_p", self.dropout_p)
         if not 0 <= dropout_p < 1:
             raise InvalidProblemError(f"{operation}: dropout_p is {dropout_p}; accepted: from 0 to below 1")
-        scale = 1 / math.sqrt(head_dim) if self.scale is None else _number(operation, "scale", self.scale)
+        scale = 1 / math.sqrt(head_dim) if self.scale is None else real_number(operation, "scale", self.scale)
         if not -most <= scale <= most:
             raise InvalidProblemError(f"{operation}: scale is {scale}; expected a finite number of {work}")
         seed = self.seed
@@ -97,15 +97,6 @@ class AttentionOptions:
     def dropout_factor(self) -> float:
         """What kept probabilities are multiplied by."""
         return 1 / (1 - self.dropout_p)
-
-
-def _number(operation: str, argument: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise InvalidProblemError(f"{operation}: {argument} is {value!r}; expected a number")
-    try:
-        return float(value)
-    except OverflowError:
-        raise InvalidProblemError(f"{operation}: {argument} is beyond the range of floats; expected a number") from None
 
 
 def _window(operation: str, window: Any) -> Window:

@@ -1,6 +1,7 @@
 """How the CPU kernels of the gather family are called: indices checked, arrays seen as rows or lines, work shared out.
 
-Nothing is written before every index was found in range.
+Nothing is written before every index was found in range. Kernels look at an index again when they use it, so that one
+that another thread changes meanwhile is an error too.
 """
 
 import functools
@@ -14,6 +15,7 @@ from isograd import arrays, parallel
 from isograd.errors import IndexOutOfRangeError
 from isograd.fenv import default_environment
 from isograd.layout import Shape, merge_dimensions
+from isograd.numerics.index_flag import IndexFlag
 from isograd.numerics.storage import address, kernel_type
 
 Array = NDArray[Any]
@@ -105,17 +107,19 @@ def check_indices(
     # Repeated elements are looked at once.
     distinct = tuple([n if s else 1 for n, s in zip(indices.shape, indices.strides, strict=True)])
     walk = _walk(distinct, (_strides(indices),))
-    flag = np.zeros(1, np.uint8)
+    flag = IndexFlag()
     parallel.for_ranges(
         _kernels().check, walk.rows, parallel.grain(walk.rows, walk.cut or walk.inner[0]), indices.dtype.type(0),
-        address(indices), least, size, skipped is not None, skipped or 0, address(flag), *walk.outer, *walk.run,
+        address(indices), least, size, skipped is not None, skipped or 0, flag.address, *walk.outer, *walk.run,
         *walk.inner, walk.cut,
     )  # fmt: skip
-    if flag[0]:
+    if flag:
         wide = indices.astype(np.int64)
         bad = (wide < least) | (wide >= size)
         if skipped is not None:
             bad &= wide != skipped
+        if not bad.any():
+            flag.require_unset(operation, "indices")
         position = tuple([int(d) for d in np.argwhere(bad)[0]])
         accepted = f"{least} to {size - 1}" if size else "no index"
         raise IndexOutOfRangeError(
@@ -125,15 +129,23 @@ def check_indices(
 
 
 def _gather(
-    x: Array, x_strides: Shape, axis_stride: int, size: int, indices: Array, i_strides: Shape, v: Array
+    operation: str,
+    x: Array,
+    x_strides: Shape,
+    axis_stride: int,
+    size: int,
+    indices: Array,
+    i_strides: Shape,
+    v: Array,
 ) -> None:
-    kernels = _kernels()
+    kernels, flag = _kernels(), IndexFlag()
     walk = _walk(v.shape, (x_strides, i_strides, _strides(v)))
     parallel.for_ranges(
         kernels.gather, walk.rows, parallel.grain(walk.rows, walk.cut or walk.inner[0]), _BITS[v.itemsize],
-        indices.dtype.type(0), address(x), address(indices), address(v), size, axis_stride, *walk.outer, *walk.run,
-        *walk.inner, walk.cut,
+        indices.dtype.type(0), address(x), address(indices), address(v), flag.address, size, axis_stride, *walk.outer,
+        *walk.run, *walk.inner, walk.cut,
     )  # fmt: skip
+    flag.require_unset(operation, "indices")
 
 
 def take_along_axis(operation: str, x: Array, indices: Array, v: Array, axis: int) -> None:
@@ -142,7 +154,8 @@ def take_along_axis(operation: str, x: Array, indices: Array, v: Array, axis: in
     check_indices(operation, indices, size, f"axis {axis}")
     if v.size:
         strides = _strides(x)
-        _gather(x, (*strides[:axis], 0, *strides[axis + 1 :]), strides[axis], size, indices, _strides(indices), v)
+        x_strides = (*strides[:axis], 0, *strides[axis + 1 :])
+        _gather(operation, x, x_strides, strides[axis], size, indices, _strides(indices), v)
 
 
 def index_select(operation: str, weight: Array, indices: Array, y: Array, negative: bool) -> None:
@@ -152,7 +165,7 @@ def index_select(operation: str, weight: Array, indices: Array, y: Array, negati
         first, *rest = _strides(weight)
         x_strides = (*(0,) * indices.ndim, *rest)
         i_strides = (*_strides(indices), *(0,) * len(rest))
-        _gather(weight, x_strides, first, weight.shape[0], indices, i_strides, y)
+        _gather(operation, weight, x_strides, first, weight.shape[0], indices, i_strides, y)
 
 
 def _fill(out: Array, x: Array | None) -> None:
@@ -181,15 +194,18 @@ def scatter(
     if repeats and out.size // size >= _FEW_COLUMNS:
         row = tuple([slice(None) if d == axis else 0 for d in range(out.ndim)])
         _rows(
-            np.ascontiguousarray(indices[row]), np.moveaxis(values, axis, 0),
+            operation, np.ascontiguousarray(indices[row]), np.moveaxis(values, axis, 0),
             None if x is None else np.moveaxis(x, axis, 0), np.moveaxis(out, axis, 0), None,
         )  # fmt: skip
     else:
-        _scatter_lines(indices, values, x, out, axis, unique)
+        _scatter_lines(operation, indices, values, x, out, axis, unique)
 
 
-def _scatter_lines(indices: Array, values: Array, x: Array | None, out: Array, axis: int, unique: bool = False) -> None:
+def _scatter_lines(
+    operation: str, indices: Array, values: Array, x: Array | None, out: Array, axis: int, unique: bool = False
+) -> None:
     k, n = indices.shape[axis], out.shape[axis]
+    flag = IndexFlag()
     dense = k * _DENSE >= n and not unique
     adds = x is not None
     fill = _COPY if adds else _ZEROS
@@ -207,13 +223,14 @@ def _scatter_lines(indices: Array, values: Array, x: Array | None, out: Array, a
     work = 8 * k + (n if dense or fill != _IN_PLACE else 0)
     arguments = (
         kernel_type(out.dtype), address(indices), _KINDS[indices.dtype], address(values), address(base), address(out),
-        k, along[0], along[1], n, along[2], along[3],
+        flag.address, k, along[0], along[1], n, along[2], along[3],
     )  # fmt: skip
     grain = parallel.grain(count, work)
     if dense:
         parallel.for_ranges(_kernels().dense_lines, count, grain, *arguments, adds, *lines)
     else:
         parallel.for_ranges(_kernels().lines, count, grain, *arguments, fill, adds, unique, *lines)
+    flag.require_unset(operation, "indices")
 
 
 def index_sum(
@@ -232,23 +249,25 @@ def index_sum(
     flat = np.ascontiguousarray(indices).reshape(-1)
     rows = values.reshape(flat.size, *out.shape[1:])
     if out.size // len(out) >= _FEW_COLUMNS:
-        _rows(flat, rows, x, out, skipped)
+        _rows(operation, flat, rows, x, out, skipped)
         return
     if skipped is not None:
         keep = flat != skipped
         flat, rows = flat[keep], rows[keep]
-    _scatter_lines(np.broadcast_to(flat.reshape(-1, *(1,) * (out.ndim - 1)), rows.shape), rows, x, out, 0)
+    columns = np.broadcast_to(flat.reshape(-1, *(1,) * (out.ndim - 1)), rows.shape)
+    _scatter_lines(operation, columns, rows, x, out, 0)
 
 
-def _rows(indices: Array, values: Array, x: Array | None, out: Array, skipped: int | None) -> None:
+def _rows(operation: str, indices: Array, values: Array, x: Array | None, out: Array, skipped: int | None) -> None:
     """The same for contiguous indices of rank 1, all of them in range."""
-    kernels = _kernels()
+    kernels, flag = _kernels(), IndexFlag()
     size, count = len(out), indices.size
-    starts, order = np.empty(size + 2, np.int64), np.empty(count, np.int64)
+    starts, order = np.empty(size + 2, np.int64), np.zeros(count, np.int64)
     parallel.for_ranges(
         kernels.group, count, max(count, 1), address(indices), _KINDS[indices.dtype], count, size,
-        skipped is not None, skipped or 0, address(starts), address(order),
+        skipped is not None, skipped or 0, flag.address, address(starts), address(order),
     )  # fmt: skip
+    flag.require_unset(operation, "indices")
     adds = x is not None
     fill = _ZEROS if x is None else (_IN_PLACE if arrays.same_view(x, out) else _COPY)
     base = out if x is None else x

@@ -23,6 +23,7 @@ from isograd.numerics.numba_memory import (
     load,
     pointer,
     prefetch_read,
+    raise_flag,
     row_offset,
     store,
     work_zero,
@@ -59,17 +60,10 @@ def check_indices(
             for i in range(count):
                 v = np.int64(load(indices, offset + i * stride))
                 found |= ((v < least) | (v >= size)) & (v != skipped or not skips)
-    if found:
-        store(pointer(flag, np.uint8(0)), 0, np.uint8(1))
+    raise_flag(flag, found)
 
 
-# --- copies ----------------------------------------------------------------------------------------------------------
-@device_function
-def _from_front(index, size):
-    v = np.int64(index)
-    return v + size if v < 0 else v
-
-
+# --- copies; indices are looked at once more when they are used, since another thread may have changed them ----------
 @device_function
 def _prefetch_elements(x, xo, indices, io, n):
     """Ask for n elements of x; an index that is counted from the end asks for a wrong one, which costs time only."""
@@ -79,24 +73,28 @@ def _prefetch_elements(x, xo, indices, io, n):
 
 @device_function
 def _gather_elements(x, xo, x_stride, indices, io, i_stride, v, vo, v_stride, n, size, axis_stride):
-    # The indices were checked, but a loop that may end early is not made of the processor's gather instructions, which
-    # are slower where elements come from far away; and it is safe should another thread change an index.
+    """Copy n elements; whether that ended early at an index out of range."""
+    # A loop that may end early is not made of the processor's gather instructions, which are slower where elements come
+    # from far away.
     for j in range(n):
         d = np.int64(load(indices, io + j * i_stride))
         if np.uint64(d) >= np.uint64(size):
             d += size
             if np.uint64(d) >= np.uint64(size):
-                break
+                return True
         store(v, vo + j * v_stride, load(x, xo + j * x_stride + d * axis_stride))
+    return False
 
 
 @device_function
 def _gather_contiguous(x, xo, indices, io, v, vo, n, size):
+    outside = False
     for j in range(0, n, AHEAD):
         rest = n - j - AHEAD
         if rest > 0:
             _prefetch_elements(x, xo, indices, io + j + AHEAD, min(rest, AHEAD))
-        _gather_elements(x, xo, 0, indices, io + j, 1, v, vo + j, 1, min(n - j, AHEAD), size, 1)
+        outside |= _gather_elements(x, xo, 0, indices, io + j, 1, v, vo + j, 1, min(n - j, AHEAD), size, 1)
+    return outside
 
 
 @device_function
@@ -111,16 +109,18 @@ def _copy_row(x, xo, x_stride, v, vo, v_stride, n):
 
 @kernel
 def gather(
-    like, index_like, x_address, indices_address, v_address, size, axis_stride, shape, x_strides, i_strides, v_strides,
-    run, x_step, i_step, v_step, n, x_stride, i_stride, v_stride, cut, start, stop,
+    like, index_like, x_address, indices_address, v_address, flag, size, axis_stride, shape, x_strides, i_strides,
+    v_strides, run, x_step, i_step, v_step, n, x_stride, i_stride, v_stride, cut, start, stop,
 ):  # fmt: skip
     """Copy x at the indices into v; x's strides are 0 along the axis.
 
-    `like` is an integer of the elements' size. Where the indices have stride 0, a row has one index.
+    `like` is an integer of the elements' size. Where the indices have stride 0, a row has one index. Here and below the
+    byte at `flag` is set if an index turned out of range.
     """
     x, v, indices = pointer(x_address, like), pointer(v_address, like), pointer(indices_address, index_like)
     contiguous = i_stride == 1 and v_stride == 1 and axis_stride == 1 and x_stride == 0
     ahead = AHEAD // n if contiguous and cut == 0 else 0  # rows
+    outside = False
     row = start
     while row < stop:
         major = row // run
@@ -133,13 +133,20 @@ def gather(
             if contiguous:
                 if ahead and r + ahead < last:
                     _prefetch_elements(x, xr + ahead * x_step, indices, ir + ahead * i_step, n)
-                _gather_contiguous(x, xr, indices, ir, v, vr, count, size)
+                outside |= _gather_contiguous(x, xr, indices, ir, v, vr, count, size)
             elif i_stride == 0:
-                d = _from_front(load(indices, ir), size)
-                _copy_row(x, xr + d * axis_stride, x_stride, v, vr, v_stride, count)
+                d = np.int64(load(indices, ir))
+                d += size if d < 0 else np.int64(0)
+                if np.uint64(d) < np.uint64(size):
+                    _copy_row(x, xr + d * axis_stride, x_stride, v, vr, v_stride, count)
+                else:
+                    outside = True
             else:
-                _gather_elements(x, xr, x_stride, indices, ir, i_stride, v, vr, v_stride, count, size, axis_stride)
+                outside |= _gather_elements(
+                    x, xr, x_stride, indices, ir, i_stride, v, vr, v_stride, count, size, axis_stride
+                )
         row += last - first
+    raise_flag(flag, outside)
 
 
 # --- sums along lines ------------------------------------------------------------------------------------------------
@@ -215,9 +222,9 @@ def _sum_repeated(v, vo, v_stride, places, last, repeated, count, key, top, mid,
 
 @kernel
 def scatter_lines(
-    like, indices_address, kind, v_address, x_address, out_address, k, i_stride, v_stride, n, x_stride, out_stride,
-    fill, adds, unique, shape, i_strides, v_strides, x_strides, out_strides, run, i_step, v_step, x_step, out_step,
-    start, stop,
+    like, indices_address, kind, v_address, x_address, out_address, flag, k, i_stride, v_stride, n, x_stride,
+    out_stride, fill, adds, unique, shape, i_strides, v_strides, x_strides, out_strides, run, i_step, v_step, x_step,
+    out_step, start, stop,
 ):  # fmt: skip
     """A base with k values added along every line of n elements, into out; for lines with few sources.
 
@@ -232,12 +239,13 @@ def scatter_lines(
     low, key = pointer(sources[4].ctypes.data, np.int64(0)), pointer(keys.ctypes.data, magnitude_key(zero))
     destinations = np.empty(0 if unique else n, np.int64)
     last = pointer(destinations.ctypes.data, np.int64(0))
+    outside = False
     for line in range(start, stop):
         major = line // run
         minor = line - major * run
         io, vo, xo, oo = row_offsets(major, shape, i_strides, v_strides, x_strides, out_strides)
         io, vo, xo, oo = io + minor * i_step, vo + minor * v_step, xo + minor * x_step, oo + minor * out_step
-        load_indices(indices_address, kind, io, i_stride, k, n, places, 0)
+        outside |= load_indices(indices_address, kind, io, i_stride, k, n, places)
         _prepare_line(x, xo, x_stride, out, oo, out_stride, n, fill, like)
         count = 0 if unique else _find_repeated(places, last, repeated, k)
         if count == 0:
@@ -258,6 +266,7 @@ def scatter_lines(
             if load(last, d) == j:
                 s = widen(load(v, vo + j * v_stride)) + zero
                 _store_sum(s, d, x, xo, x_stride, out, oo, out_stride, adds, like)
+    raise_flag(flag, outside)
     keep_alive(sources)
     keep_alive(keys)
     keep_alive(destinations)
@@ -291,8 +300,9 @@ def _store_line(x, xo, x_stride, out, oo, out_stride, key, top, mid, low, n, rea
 
 @kernel
 def scatter_dense_lines(
-    like, indices_address, kind, v_address, x_address, out_address, k, i_stride, v_stride, n, x_stride, out_stride,
-    adds, shape, i_strides, v_strides, x_strides, out_strides, run, i_step, v_step, x_step, out_step, start, stop,
+    like, indices_address, kind, v_address, x_address, out_address, flag, k, i_stride, v_stride, n, x_stride,
+    out_stride, adds, shape, i_strides, v_strides, x_strides, out_strides, run, i_step, v_step, x_step, out_step, start,
+    stop,
 ):  # fmt: skip
     """As `scatter_lines`, for lines with so many sources that an integer sum for every destination costs little."""
     v, x, out = pointer(v_address, like), pointer(x_address, like), pointer(out_address, like)
@@ -304,6 +314,7 @@ def scatter_dense_lines(
     keys = np.empty(n, np.int64)
     key = pointer(keys.ctypes.data, magnitude_key(zero))
     none = magnitude_key(zero) - 1
+    outside = False
     for line in range(start, stop):
         major = line // run
         minor = line - major * run
@@ -319,7 +330,7 @@ def scatter_dense_lines(
         if not even:
             for first in range(0, k, LANES):
                 count = min(k - first, LANES)
-                load_indices(indices_address, kind, io + first * i_stride, i_stride, count, n, places, 0)
+                outside |= load_indices(indices_address, kind, io + first * i_stride, i_stride, count, n, places)
                 for j in range(count):
                     d = load(places, j)
                     m = magnitude_key(widen(load(v, vo + (first + j) * v_stride)))
@@ -327,7 +338,7 @@ def scatter_dense_lines(
         ready = False
         for first in range(0, k, LANES):
             count = min(k - first, LANES)
-            load_indices(indices_address, kind, io + first * i_stride, i_stride, count, n, places, 0)
+            outside |= load_indices(indices_address, kind, io + first * i_stride, i_stride, count, n, places)
             for j in range(count):
                 d = load(places, j)
                 p = widen(load(v, vo + (first + j) * v_stride))
@@ -339,6 +350,7 @@ def scatter_dense_lines(
                 else:
                     store(low, d, load(low, d) | special_code(p))
         _store_line(x, xo, x_stride, out, oo, out_stride, key, top, mid, low, n, ready, adds, zero, like)
+    raise_flag(flag, outside)
     keep_alive(sums)
     keep_alive(block)
     keep_alive(keys)

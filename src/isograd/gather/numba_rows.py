@@ -23,6 +23,7 @@ from isograd.numerics.numba_memory import (
     load,
     pointer,
     prefetch_read,
+    raise_flag,
     row_offset,
     stack_lanes,
     store,
@@ -36,28 +37,37 @@ AHEAD = 4  # rows that are asked for before they are read
 
 
 @kernel
-def group_sources(address, kind, count, size, skips, skipped, starts_address, order_address, start, stop):
+def group_sources(address, kind, count, size, skips, skipped, flag, starts_address, order_address, start, stop):
     """Order the sources by destination: those of d are order[starts[d]:starts[d + 1]]. One call for all of them.
 
-    starts has size + 2 elements.
+    starts has size + 2 elements, order is zeros. An index that is out of range at one of the two looks is left out and
+    sets the byte at `flag`, as does one for whose destination there is no place left, counted as another at first.
     """
+    outside = False
     starts, order = pointer(starts_address, np.int64(0)), pointer(order_address, np.int64(0))
     for d in range(size + 2):
         store(starts, d, np.int64(0))
     for j in range(start, stop):
         d = raw_index(address, kind, j)
         if not (skips and d == skipped):
-            d += (size if d < 0 else np.int64(0)) + 2
-            store(starts, d, load(starts, d) + 1)
+            d += size if d < 0 else np.int64(0)
+            if np.uint64(d) < np.uint64(size):
+                store(starts, d + 2, load(starts, d + 2) + 1)
+            else:
+                outside = True
     for d in range(1, size + 1):
         store(starts, d + 1, load(starts, d + 1) + load(starts, d))
     for j in range(start, stop):
         d = raw_index(address, kind, j)
         if not (skips and d == skipped):
-            d += (size if d < 0 else np.int64(0)) + 1
-            place = load(starts, d)
-            store(order, place, np.int64(j))
-            store(starts, d, place + 1)
+            d += size if d < 0 else np.int64(0)
+            place = load(starts, d + 1) if np.uint64(d) < np.uint64(size) else count
+            if place < count:
+                store(order, place, np.int64(j))
+                store(starts, d + 1, place + 1)
+            else:
+                outside = True
+    raise_flag(flag, outside)
 
 
 @device_function

@@ -42,22 +42,34 @@ def raw_index(address, kind, offset):
 
 
 @device_function
-def load_indices(address, kind, offset, stride, count, size, out, start):
-    """Indices counted from the front into out[start:start + count]; they were found in range before."""
+def _store_index(v, size, out, i):
+    """Store an index counted from the front, 0 for one out of range; whether it was."""
+    v += size if v < 0 else np.int64(0)
+    outside = np.uint64(v) >= np.uint64(size)
+    store(out, i, np.int64(0) if outside else v)
+    return outside
+
+
+@device_function
+def load_indices(address, kind, offset, stride, count, size, out):
+    """Indices counted from the front into out[:count]; whether one was out of range, which 0 stands for.
+
+    They were found in range before, but another thread may have changed one since.
+    """
+    outside = False
     if kind == WIDE:
         wide = pointer(address, np.int64(0))
         for i in range(count):
-            v = load(wide, offset + i * stride)
-            store(out, start + i, v + (size if v < 0 else np.int64(0)))
+            outside |= _store_index(load(wide, offset + i * stride), size, out, i)
     elif kind == SIGNED:
         signed = pointer(address, np.int32(0))
         for i in range(count):
-            w = np.int64(load(signed, offset + i * stride))
-            store(out, start + i, w + (size if w < 0 else np.int64(0)))
+            outside |= _store_index(np.int64(load(signed, offset + i * stride)), size, out, i)
     else:
         unsigned = pointer(address, np.uint32(0))
         for i in range(count):
-            store(out, start + i, np.int64(load(unsigned, offset + i * stride)))
+            outside |= _store_index(np.int64(load(unsigned, offset + i * stride)), size, out, i)
+    return outside
 
 
 @device_function

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+import threading
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from isograd import arrays, encoder
 from isograd.errors import InvalidProblemError
 from isograd.fenv import default_environment
-from isograd.losses.reductions import divided, number, plain
+from isograd.losses.reductions import divided, plain
 from isograd.numerics.reference import FORMATS, round_integer
+from isograd.plan import real_number
 
 # The quantum is 2**-40 for float32 losses and 2**-84 for float64 ones: 16 and 31 bits below the last place of a 1.
 QUANTUM_BITS: Final = {"float32": 40, "float64": 84}
 _MOST_WAITING: Final = 1 << 22  # losses that are kept on a GPU until somebody asks
+_MOST_PARTS: Final = 1 << 10  # calls whose losses are kept apart
+
+
+class _Part(NamedTuple):
+    """The sum of some losses.
+
+    units: of the finite ones, in quanta. special: bit 0: +inf occurred, bit 1: -inf, bit 2: NaN.
+    """
+
+    units: int
+    special: int
 
 
 class LossAccumulator:
@@ -27,88 +40,116 @@ class LossAccumulator:
 
     dtype: of the losses, "float32" (quantum 2^-40) or "float64" (2^-84). Each loss adds an error of at most half a
     quantum, and the result is rounded once; it never overflows before that. Losses may be NumPy arrays or tensors of
-    any shape; those of a GPU are added there, without waiting, and fetched when the total is asked for. Losses that are
+    any shape; those of a GPU are kept there, without waiting, and fetched when the total is asked for. Losses that are
     not finite give what IEEE addition gives in any order.
+
+    Threads and signal handlers may share an accumulator. A call that an exception ends has added its losses or not.
     """
 
     def __init__(self, dtype: str = "float32") -> None:
         if not isinstance(dtype, str) or dtype not in QUANTUM_BITS:
             raise InvalidProblemError(f"LossAccumulator: dtype is {dtype!r}; accepted: {', '.join(QUANTUM_BITS)}")
         self.dtype = dtype
-        self._units = 0
-        self._special = 0  # bit 0: +inf occurred, bit 1: -inf, bit 2: NaN
-        self._waiting: list[Any] = []  # losses on a GPU
+        # Parts, and losses on a GPU. They are added by one `append`, which nothing interrupts, and put together by one
+        # assignment, so that there is no lock that an interrupt or a signal handler could find taken.
+        self._parts: list[Any] = []
+        self._folding = threading.Lock()
 
     def add(self, losses: Any) -> None:
         """Add losses of the accumulator's dtype, an array or tensor of any shape.
 
         Raises InvalidProblemError for another dtype and for anything that is no array.
         """
+        encoder.refuse("LossAccumulator.add", "losses are added at once")
         losses = encoder.unwrapped(losses)
         if not arrays.is_tensor(losses):
             losses, _ = arrays.to_numpy(losses, "LossAccumulator.add", "losses")
         _, dtype = arrays.describe(losses, "LossAccumulator.add", "losses")
         if dtype != self.dtype:
             raise InvalidProblemError(f"LossAccumulator.add: losses have dtype {dtype}; expected {self.dtype}")
-        if arrays.is_tensor(losses) and not losses.is_cpu:
-            self._waiting.append(losses.detach().clone())
-            if sum(tensor.numel() for tensor in self._waiting) > _MOST_WAITING:
-                self._fetch()
-            return
-        self._add(plain(losses).reshape(-1))
+        on_gpu = arrays.is_tensor(losses) and not losses.is_cpu
+        self._parts.append(losses.detach().clone() if on_gpu else self._part(plain(losses)))
+        if len(self._parts) > _MOST_PARTS or (on_gpu and _waiting(self._parts[:]) > _MOST_WAITING):
+            self._fold()
 
     def merge(self, other: LossAccumulator) -> None:
         """Add what another accumulator of the same dtype holds, as of another process."""
         if not isinstance(other, LossAccumulator) or other.dtype != self.dtype:
             given = f"of dtype {other.dtype}" if isinstance(other, LossAccumulator) else type(other).__name__
             raise InvalidProblemError(f"LossAccumulator.merge: other is {given}; expected one of dtype {self.dtype}")
-        self._fetch()
-        other._fetch()
-        self._units += other._units
-        self._special |= other._special
+        self._parts.append(other._sum(other._parts[:]))
 
     def total(self) -> Any:
         """The sum, rounded to the dtype once: a NumPy scalar. Without losses it is +0."""
-        self._fetch()
-        if self._special:
-            value = np.nan if self._special not in (1, 2) else np.inf if self._special == 1 else -np.inf
+        units, special = self._fold()
+        if special:
+            value = np.nan if special not in (1, 2) else np.inf if special == 1 else -np.inf
             return np.dtype(self.dtype).type(value)
         with default_environment(), np.errstate(all="ignore"):
             form = FORMATS[np.dtype(self.dtype)]
-            return round_integer(self._units, -QUANTUM_BITS[self.dtype], form)
+            return round_integer(units, -QUANTUM_BITS[self.dtype], form)
 
     def mean(self, count: float) -> Any:
         """The sum over the count of all micro-batches (or over their weights): RN(total / RN(count))."""
         with default_environment(), np.errstate(over="ignore"):
-            divisor = np.dtype(self.dtype).type(number("LossAccumulator.mean", "count", count))
+            divisor = np.dtype(self.dtype).type(real_number("LossAccumulator.mean", "count", count))
         return divided(self.total(), divisor)[()]
 
     def __getstate__(self) -> dict[str, Any]:
-        self._fetch()
-        return dict(self.__dict__)
+        return {"dtype": self.dtype, "sum": tuple(self._fold())}
 
-    def _fetch(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for tensor in waiting:
-            self._add(arrays.numpy_view(tensor.cpu()).reshape(-1))
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["dtype"])  # type: ignore[misc]
+        self._parts.append(_Part(*state["sum"]))
 
-    def _add(self, x: Any) -> None:
+    def _fold(self) -> _Part:
+        """The sum of all parts, which takes their place unless another call is at that.
+
+        An exception may leave the lock taken: parts are kept from then on, and the sum stays what it is.
+        """
+        alone = self._folding.acquire(blocking=False)
+        try:
+            parts = self._parts[:]
+            folded = self._sum(parts)
+            if alone:
+                self._parts[: len(parts)] = [folded]
+        finally:
+            if alone:
+                self._folding.release()
+        return folded
+
+    def _sum(self, parts: list[Any]) -> _Part:
+        units, special = 0, 0
+        for part in parts:
+            some = part if isinstance(part, _Part) else self._part(arrays.numpy_view(part.cpu()))
+            units, special = units + some.units, special | some.special
+        return _Part(units, special)
+
+    def _part(self, losses: Any) -> _Part:
+        x = losses.reshape(-1)
+        units, special = 0, 0
         with default_environment(), np.errstate(all="ignore"):
             finite = np.isfinite(x)
             if not finite.all():
                 found = ((x == np.inf).any(), (x == -np.inf).any(), np.isnan(x).any())
-                self._special |= sum(bool(flag) << bit for bit, flag in enumerate(found))
+                special = sum(bool(flag) << bit for bit, flag in enumerate(found))
                 x = x[finite]
             bits = QUANTUM_BITS[self.dtype]
             large = np.abs(x) >= 2.0**60
             if large.any():  # integers, which Python adds
-                self._units += sum(int(value) for value in x[large]) << bits
+                units = sum(int(value) for value in x[large]) << bits
                 x = x[~large]
             # binary64 holds the scaled value, and what lies before and after its point: toward zero, no digit is lost.
             half = bits // 2
-            units = x.astype(np.float64) * 2.0**half
-            whole = np.trunc(units)
-            self._units += (_exact_sum(whole) << half) + _exact_sum(np.rint((units - whole) * 2.0**half))
+            scaled = x.astype(np.float64) * 2.0**half
+            whole = np.trunc(scaled)
+            units += (_exact_sum(whole) << half) + _exact_sum(np.rint((scaled - whole) * 2.0**half))
+        return _Part(units, special)
+
+
+def _waiting(parts: list[Any]) -> int:
+    """How many losses are kept on a GPU."""
+    return sum(part.numel() for part in parts if not isinstance(part, _Part))
 
 
 def _exact_sum(whole: Any) -> int:

@@ -14,7 +14,7 @@ from isograd.losses.cross_entropy_plans import (
     CrossEntropyPlan,
 )
 from isograd.losses.cross_entropy_reference import STATE
-from isograd.plan import INDEX_DTYPES, checked_axis, checked_shape
+from isograd.plan import INDEX_DTYPES, checked_axis, checked_shape, real_number
 
 
 class Options(NamedTuple):
@@ -80,9 +80,9 @@ def problem(operation: str, logits: Any, targets: Any, weight: Any, options: Opt
     if weight is not None:
         weight = reductions.checked_weight(operation, "weight", weight, dtype, work)
     ignored = functional.integer(operation, "ignore_index", options.ignore_index)
-    smoothing = reductions.number(operation, "label_smoothing", options.label_smoothing)
-    z_loss = reductions.number(operation, "z_loss", options.z_loss)
-    count = None if options.count is None else reductions.number(operation, "count", options.count)
+    smoothing = real_number(operation, "label_smoothing", options.label_smoothing)
+    z_loss = real_number(operation, "z_loss", options.z_loss)
+    count = None if options.count is None else real_number(operation, "count", options.count)
     fields = (shape, dtype, target_dtype, axis, weight is not None, ignored, smoothing, z_loss)
     row_shape = shape[:axis] + shape[axis + 1 :]
     given = (operation, logits, targets, weight, fields, row_shape, work, device)

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
@@ -28,6 +27,8 @@ from isograd.plan import (
     checked_axis,
     checked_dtype,
     checked_shape,
+    integer,
+    real_number,
 )
 from isograd.registry import register_kernel
 
@@ -86,14 +87,11 @@ class _CrossEntropy(Descriptor):
         if shape[axis] == 0:
             raise InvalidProblemError(f"{name}: logits have shape {shape} and no class along axis {axis}")
         target_dtype = checked_dtype(name, self.target_dtype, (*INDEX_DTYPES, dtype), "target_dtype")
-        try:
-            ignored = operator.index(self.ignore_index)
-        except TypeError as error:
-            raise InvalidProblemError(f"{name}: ignore_index is {self.ignore_index!r}; expected an integer") from error
-        smoothing = _number(name, "label_smoothing", self.label_smoothing)
+        ignored = integer(name, "ignore_index", self.ignore_index)
+        smoothing = real_number(name, "label_smoothing", self.label_smoothing)
         if not 0.0 <= smoothing <= 1.0:
             raise InvalidProblemError(f"{name}: label_smoothing is {smoothing}; accepted: 0 to 1")
-        z_loss = _number(name, "z_loss", self.z_loss)
+        z_loss = real_number(name, "z_loss", self.z_loss)
         if not 0.0 <= z_loss < math.inf:
             raise InvalidProblemError(f"{name}: z_loss is {z_loss}; accepted: finite numbers from 0 on")
         weighted = bool(self.weighted)
@@ -108,12 +106,6 @@ class _CrossEntropy(Descriptor):
         if self.weighted:
             operands.append(Operand("weight", (self.classes,), self.work))
         return operands
-
-
-def _number(name: str, argument: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise InvalidProblemError(f"{name}: {argument} is {value!r}; expected a number")
-    return float(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,10 +226,9 @@ def scalars(descriptor: _CrossEntropy, weight: Any) -> Scalars:
 
 def check_targets(name: str, targets: Any, classes: int, ignore_index: int) -> Any:
     """Targets as int64 in C order, -1 where they are ignored; IndexOutOfRangeError for one that is no class."""
-    flat = np.ascontiguousarray(targets).reshape(-1)
-    if flat.size == 0 or (flat.min() >= 0 and flat.max() < classes and not 0 <= ignore_index < classes):
-        return flat.astype(np.int64)
-    wide = flat.astype(np.int64)
+    wide = targets.astype(np.int64, "C").reshape(-1)  # a copy, which no other thread changes after the check
+    if wide.size == 0 or (wide.min() >= 0 and wide.max() < classes and not 0 <= ignore_index < classes):
+        return wide
     ignored = wide == ignore_index
     wrong = ~ignored & ((wide < 0) | (wide >= classes))
     if wrong.any():

@@ -300,8 +300,8 @@ class NumbaDistillation(NumbaKernel):
         """Compute on the library's threads; IndexOutOfRangeError before anything is written."""
         logits = [arguments[name] for name in ("student", "teacher")]
         if descriptor.classes is not None:
-            # One type of index for the kernels; there are few beside the logits.
-            logits.append(arguments["indices"].astype(np.int64, copy=False))
+            # A copy, which no other thread changes after the check, and of one type; there are few beside the logits.
+            logits.append(arguments["indices"].astype(np.int64))
             _check_indices(descriptor.operation, logits[2], descriptor.shape[-1])
         leading, zero = descriptor.shape[:-1], work_zero(descriptor.dtype)
         with default_environment():

@@ -11,7 +11,7 @@ from isograd.losses.linear_plans import (
     LinearCrossEntropyGradientPlan,
     LinearCrossEntropyPlan,
 )
-from isograd.plan import checked_shape
+from isograd.plan import checked_shape, real_number
 
 
 class LinearOptions(NamedTuple):
@@ -82,11 +82,11 @@ def problem(
     fields = (
         *(rows, features, classes, dtype, target_dtype, bias is not None, class_weight is not None),
         functional.integer(operation, "ignore_index", options.ignore_index),
-        reductions.number(operation, "label_smoothing", options.label_smoothing),
-        reductions.number(operation, "z_loss", options.z_loss),
+        real_number(operation, "label_smoothing", options.label_smoothing),
+        real_number(operation, "z_loss", options.z_loss),
         0 if options.chunk is None else _chunk(operation, options.chunk),
     )
-    count = None if options.count is None else reductions.number(operation, "count", options.count)
+    count = None if options.count is None else real_number(operation, "count", options.count)
     preference = checked_preference(operation, options.preference)
     return LinearProblem(operation, inputs, fields, shape[:-1], work, device, reduction, count, preference)
 

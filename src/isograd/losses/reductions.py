@@ -12,6 +12,7 @@ from isograd import arrays, encoder, functional
 from isograd.errors import InvalidProblemError
 from isograd.fenv import default_environment
 from isograd.losses.cross_entropy_plans import check_targets
+from isograd.plan import real_number
 from isograd.reduction import api as sums
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -25,13 +26,6 @@ def on_gpu(array: Any) -> bool:
 def plain(array: Any) -> Any:
     """A tensor on the CPU as NumPy sees it; everything else as it is."""
     return arrays.numpy_view(array) if arrays.is_tensor(array) and array.is_cpu else array
-
-
-def number(operation: str, argument: str, value: Any) -> float:
-    """A number as a float; InvalidProblemError for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise InvalidProblemError(f"{operation}: {argument} is {value!r}; expected a number")
-    return float(value)
 
 
 def scalar(value: float, work: str, like: Any) -> Any:
@@ -69,7 +63,7 @@ def row_gradients(
     returns what a mean divides by.
     """
     if dloss is None or isinstance(dloss, (int, float, np.number)):
-        dloss = scalar(1.0 if dloss is None else number(operation, "dloss", dloss), work, array)
+        dloss = scalar(1.0 if dloss is None else real_number(operation, "dloss", dloss), work, array)
     _, dtype = arrays.describe(dloss, operation, "dloss")
     if dtype != work:
         raise InvalidProblemError(f"{operation}: dloss has dtype {dtype}; expected {work}")
@@ -106,7 +100,11 @@ def checked_weight(operation: str, argument: str, weight: Any, dtype: str, work:
     if given not in (dtype, work):
         accepted = dtype if dtype == work else f"{dtype}, {work}"
         raise InvalidProblemError(f"{operation}: {argument} has dtype {given}; accepted: {accepted}")
-    return converted(weight, work)
+    recording = encoder.current() if encoder.recordings else None
+    if recording is None or given == work:
+        return converted(weight, work)
+    functional.refuse_gradients(operation, {argument: weight})
+    return recording.converted(weight, functional.empty(tuple(weight.shape), work, weight))
 
 
 def divided(a: Any, b: Any) -> Any:

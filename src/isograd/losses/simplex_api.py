@@ -31,22 +31,22 @@ def _run(plan_type: type[Plan], descriptor: Descriptor, device: str, like: Any, 
 
 @overload
 def gumbel_softmax(
-    logits: NDArray[ScalarT], tau: float = ..., hard: bool = ..., axis: int = ..., seed: int = ..., offset: int = ...
+    logits: NDArray[ScalarT], tau: float = ..., hard: bool = ..., axis: int = ..., *, seed: int, offset: int = ...
 ) -> NDArray[ScalarT]: ...
 @overload
 def gumbel_softmax(
-    logits: ArrayT, tau: float = ..., hard: bool = ..., axis: int = ..., seed: int = ..., offset: int = ...
+    logits: ArrayT, tau: float = ..., hard: bool = ..., axis: int = ..., *, seed: int, offset: int = ...
 ) -> ArrayT: ...
 def gumbel_softmax(
-    logits: Any, tau: float = 1.0, hard: bool = False, axis: int = -1, seed: int = 0, offset: int = 0
+    logits: Any, tau: float = 1.0, hard: bool = False, axis: int = -1, *, seed: int, offset: int = 0
 ) -> Any:
     """A sample of the Gumbel-softmax distribution: `softmax((logits + g) / tau)` along an axis, g = -log(-log u).
 
     logits: float16, bfloat16, float32 or float64, rank 1 to 8, any strides: a NumPy array, a torch tensor, an array
     with DLPack or a tape variable; the result is of the same kind. tau: positive. hard: return the one-hot of the first
-    largest perturbed logit instead; a gradient is that of the soft result. seed, offset: element i of the logits, in C
-    order, takes number `offset + i` of the noise of `seed`, on every device; a call that goes on adds the size of the
-    logits to the offset.
+    largest perturbed logit instead; a gradient is that of the soft result. seed, offset: from 0 to 2^64 - 1; element i
+    of the logits, in C order, takes number `offset + i` of the noise of `seed`, on every device. A call that goes on
+    adds the size of the logits to the offset. There is no default seed, which would draw the same at every call.
 
     Bits and bound in `docs/arithmetic.md`, rule 15. A row with NaN or +inf, or of -inf alone, gives NaN.
 
@@ -57,7 +57,7 @@ def gumbel_softmax(
     hard = checked_flag(operation, "hard", hard)
     seed, offset = (checked_integer(operation, k, v, 64) for k, v in (("seed", seed), ("offset", offset)))
     if (tape := functional.tape_of(logits)) is not None:
-        return tape.gumbel_softmax(logits, tau, hard, axis, seed, offset)
+        return tape.gumbel_softmax(logits, tau, hard, axis, seed=seed, offset=offset)
     (x,), restore = functional.inputs(operation, logits=logits)
     device, dtype = arrays.describe(x, operation, "logits")
     tau = checked_scale(operation, "tau", tau, dtype)

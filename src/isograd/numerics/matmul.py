@@ -116,9 +116,8 @@ def _product(a: Floats, b: Floats, slices: int) -> Floats:
         return total if ordinary else _special(a, b, total)
 
 
-def _check(a: Floats, b: Floats) -> None:
-    require_array("matmul", "a", a)
-    require_array("matmul", "b", b)
+def _checked(a: Floats, b: Floats) -> tuple[Floats, Floats]:
+    a, b = require_array("matmul", "a", a), require_array("matmul", "b", b)
     if a.dtype != b.dtype:
         raise InvalidProblemError(f"matmul: a is {a.dtype} and b is {b.dtype}; expected one dtype")
     for name, operand in (("a", a), ("b", b)):
@@ -138,6 +137,7 @@ def _check(a: Floats, b: Floats) -> None:
         ) from None
     if terms > MAX_TERMS:
         raise UnsupportedError(f"matmul: the contracted axis has {terms} elements; supported: up to {MAX_TERMS}")
+    return a, b
 
 
 def matmul(a: Floats, b: Floats) -> Floats:
@@ -157,7 +157,7 @@ def matmul(a: Floats, b: Floats) -> Floats:
     Raises InvalidProblemError for shapes or dtypes that do not match, UnsupportedError for other dtypes and for K
     beyond 2^26.
     """
-    _check(a, b)
+    a, b = _checked(a, b)
     work = np.dtype(work_dtype(a.dtype))
     left = a[None, :] if a.ndim == 1 else a
     right = b[:, None] if b.ndim == 1 else b

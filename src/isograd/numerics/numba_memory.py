@@ -200,6 +200,13 @@ def prefetch_write(base, offset, stride, count):
 
 
 @device_function
+def raise_flag(address, raised):
+    """Set the byte at an address if there is a reason; threads may do so at once."""
+    if raised:
+        store(pointer(address, np.uint8(0)), 0, np.uint8(1))
+
+
+@device_function
 def load_block(base, offset, stride, count, block):
     """Widen `count` elements into a block."""
     if stride == 1:

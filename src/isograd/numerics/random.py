@@ -70,7 +70,7 @@ def _pairs(words: Words) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     return (wide[..., 1] << _HALF) | wide[..., 0], (wide[..., 3] << _HALF) | wide[..., 2]
 
 
-def integers(shape: int | tuple[int, ...], seed: int = 0, stream: int = 0) -> NDArray[np.uint64]:
+def integers(shape: int | tuple[int, ...], seed: int, stream: int = 0) -> NDArray[np.uint64]:
     """Uniform 64-bit integers. seed: 0 to 2^64 - 1; stream: 0 to 2^32 - 1, each an independent sequence."""
     seed, stream = _checked("seed", seed, 64), _checked("stream", stream, 32)
     out = np.empty(shape, np.uint64)
@@ -80,7 +80,7 @@ def integers(shape: int | tuple[int, ...], seed: int = 0, stream: int = 0) -> ND
     return out
 
 
-def uniform(shape: int | tuple[int, ...], seed: int = 0, stream: int = 0, dtype: Any = np.float32) -> NDArray[Any]:
+def uniform(shape: int | tuple[int, ...], seed: int, stream: int = 0, dtype: Any = np.float32) -> NDArray[Any]:
     """Uniform variates in [0, 1): multiples of 2^-24 in float32, of 2^-53 in float64.
 
     The float32 variates are the float64 ones cut to 24 bits. seed and stream as in `integers`.
@@ -110,7 +110,7 @@ def _polar(index: NDArray[np.uint64], seed: int, stream: int) -> NDArray[np.floa
     return np.asarray(u * np.sqrt(-2.0 * ref.log(s) / s))
 
 
-def normal(shape: int | tuple[int, ...], seed: int = 0, stream: int = 0, dtype: Any = np.float32) -> NDArray[Any]:
+def normal(shape: int | tuple[int, ...], seed: int, stream: int = 0, dtype: Any = np.float32) -> NDArray[Any]:
     """Standard normal variates, computed in float64; float32 rounds them. seed and stream as in `integers`."""
     if np.dtype(dtype) not in (np.dtype(np.float32), np.dtype(np.float64)):
         raise InvalidProblemError(f"normal: dtype is {np.dtype(dtype)}; accepted: float32, float64")
@@ -123,6 +123,6 @@ def normal(shape: int | tuple[int, ...], seed: int = 0, stream: int = 0, dtype: 
     return out.astype(dtype, copy=False)
 
 
-def permutation(count: int, seed: int = 0, stream: int = 0) -> NDArray[np.int64]:
+def permutation(count: int, seed: int, stream: int = 0) -> NDArray[np.int64]:
     """A random order of range(count). seed and stream as in `integers`."""
     return np.argsort(integers(count, seed, stream), kind="stable").astype(np.int64, copy=False)

@@ -18,14 +18,23 @@ ACCEPTED = "float16, bfloat16 (ml_dtypes), float32, float64"
 
 
 def require_array(operation: str, argument: str, x: Any) -> NDArray[Any]:
-    """Return `x`, or raise if it is no NumPy array of a storage type.
+    """A plain view of `x`, or an error if it is no NumPy array of a storage type.
 
     Raises InvalidProblemError for anything that is no array and UnsupportedError for another dtype.
     """
     if not isinstance(x, np.ndarray):
         raise InvalidProblemError(f"{operation}: {argument} is a {type(x).__name__}; expected a NumPy array")
     dtype_name(x.dtype, operation, argument)
-    return x
+    return plain_array(operation, argument, x)
+
+
+def plain_array(operation: str, argument: str, x: NDArray[Any]) -> NDArray[Any]:
+    """An array without what a subclass adds, such as the operators of a matrix; InvalidProblemError for a mask."""
+    if type(x) is np.ndarray:
+        return x
+    if isinstance(x, np.ma.MaskedArray):
+        raise InvalidProblemError(f"{operation}: {argument} is a masked array, whose mask would be lost; fill it first")
+    return x.view(np.ndarray)
 
 
 def dtype_name(dtype: Any, operation: str, argument: str) -> str:

@@ -23,7 +23,7 @@ _GRAIN = 1 << 16  # elements of one chunk
 
 
 def _reduce(operation: str, x: NDArray[Any], axis: Axes, keepdims: bool) -> NDArray[Any]:
-    require_array(operation, "x", x)
+    x = require_array(operation, "x", x)
     axes = normalized(operation, axis, x.ndim)
     kept = tuple(d for d in range(x.ndim) if d not in axes)
     shape = tuple(1 if d in axes else n for d, n in enumerate(x.shape) if keepdims or d not in axes)

@@ -14,6 +14,7 @@ from isograd import parallel
 from isograd.errors import IndexOutOfRangeError, InvalidProblemError
 from isograd.fenv import default_environment
 from isograd.layout import plan_walk
+from isograd.numerics.index_flag import IndexFlag
 from isograd.numerics.storage import address, kernel_type
 from isograd.router import descriptors as d
 
@@ -138,6 +139,7 @@ def _moe_router_backward(p: d.MoeRouterBackwardDescriptor, a: Arguments) -> None
     n = p.shape[-1]
     with default_environment():
         scale = dweights.dtype.type(p.scale)
+    flag = IndexFlag()
     parallel.for_ranges(
         _kernels()[0].router_backward_rows,
         count,
@@ -152,7 +154,9 @@ def _moe_router_backward(p: d.MoeRouterBackwardDescriptor, a: Arguments) -> None
         p.scoring == "softmax",
         p.renormalize,
         scale,
+        flag.address,
     )
+    flag.require_unset(p.operation, "experts")
 
 
 # --- permutation -----------------------------------------------------------------------------------------------------
@@ -185,8 +189,10 @@ def _expert_permutation(p: d.ExpertPermutationDescriptor, a: Arguments) -> None:
     before = np.cumsum(counts, axis=0) - counts
     places = before + (ends - counts.sum(axis=0))
     order = _Output(a["order"])
-    arguments = (_index_type(flat), address(flat), flat.size, block, places, order.filled)
+    flag = IndexFlag()
+    arguments = (_index_type(flat), address(flat), flat.size, p.num_experts, block, places, order.filled, flag.address)
     parallel.for_ranges(_kernels()[1].place_entries, len(counts), 1, *arguments)
+    flag.require_unset(p.operation, "experts")
     order.done()
 
 
@@ -209,9 +215,11 @@ def _moe_permute(p: d.MoePermuteDescriptor, a: Arguments) -> None:
     bad = _kernels()[1].first_outside(_index_type(order), address(order), order.size, order.size)
     if bad >= 0:
         _refuse_outside(p.operation, "order", a["order"], bad, order.size)
-    arguments = (kernel_type(x.dtype), address(x), address(y.filled), order, p.k, p.width)
+    flag = IndexFlag()
+    arguments = (kernel_type(x.dtype), address(x), address(y.filled), order, p.k, p.width, flag.address)
     count = order.size
     parallel.for_ranges(_kernels()[1].copy_rows, count, parallel.grain(count, p.width), *arguments)
+    flag.require_unset(p.operation, "order")
     y.done()
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from isograd.errors import InvalidProblemError
 from isograd.plan import (
     INDEX_DTYPES,
+    MOST_ELEMENTS,
     Descriptor,
     Operand,
     checked_axis,
     checked_dtype,
     checked_shape,
+    integer,
 )
 
 SCORINGS = ("softmax", "sigmoid")
@@ -26,14 +27,10 @@ def work_type(dtype: str) -> str:
 
 
 def checked_integer(operation: str, argument: str, value: Any, least: int, most: int | None = None) -> int:
-    """An integer from `least` to `most`; InvalidProblemError says what is wrong with it."""
-    try:
-        number = operator.index(value)
-    except TypeError as error:
-        raise InvalidProblemError(f"{operation}: {argument} is {value!r}; it takes integers only") from error
-    if number < least or (most is not None and number > most):
-        upper = "" if most is None else f" to {most}"
-        accepted = f"{least}{upper}" if most is not None else f"at least {least}"
+    """An integer from `least` to `most` or to what an array holds; InvalidProblemError says what is wrong with it."""
+    number = integer(operation, argument, value)
+    if not least <= number <= (MOST_ELEMENTS if most is None else most):
+        accepted = f"{least} to {most}" if most is not None else f"at least {least}, up to 2^56"
         raise InvalidProblemError(f"{operation}: {argument} is {number}; accepted: {accepted}")
     return number
 
@@ -350,7 +347,9 @@ class MoePermuteDescriptor(Descriptor):
         dtype = checked_dtype(name, self.dtype)
         tokens = checked_integer(name, "tokens", self.tokens, 0)
         k = checked_integer(name, "k", self.k, 1)
-        return type(self)(tokens, k, checked_integer(name, "width", self.width, 0), dtype)
+        width = checked_integer(name, "width", self.width, 0)
+        checked_shape(name, "an array of tokens * k rows", (tokens * k, width))
+        return type(self)(tokens, k, width, dtype)
 
 
 @dataclass(frozen=True, slots=True)

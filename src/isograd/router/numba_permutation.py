@@ -9,6 +9,7 @@ from isograd.numerics.numba_memory import (
     keep_alive,
     load,
     pointer,
+    raise_flag,
     stack_lanes,
     store,
     store_block,
@@ -39,14 +40,24 @@ def count_experts(like, address, count, bound, block, counts, found, start, stop
 
 
 @kernel
-def place_entries(like, address, count, block, places, order, start, stop):
-    """order[p] = the entry that comes to p; places[b, e] is where block b goes on with expert e."""
+def place_entries(like, address, count, bound, block, places, order, flag, start, stop):
+    """order[p] = the entry that comes to p; places[b, e] is where block b goes on with expert e.
+
+    Indices were found within range(bound) when they were counted. One that was changed since and has no place is left
+    out and sets the byte at `flag`, here and in `copy_rows`.
+    """
     experts = pointer(address, like)
+    outside = False
     for b in range(start, stop):
         for i in range(b * block, min(b * block + block, count)):
             expert = np.int64(load(experts, np.int64(i)))
-            order[places[b, expert]] = i
-            places[b, expert] += 1
+            place = places[b, expert] if 0 <= expert < bound else np.int64(count)
+            if place < count:
+                order[place] = i
+                places[b, expert] = place + 1
+            else:
+                outside = True
+    raise_flag(flag, outside)
 
 
 @kernel
@@ -73,13 +84,19 @@ def first_outside(like, address, count, bound):
 
 # --- rows of tokens and of entries -----------------------------------------------------------------------------------
 @kernel
-def copy_rows(like, x_address, y_address, order, k, width, start, stop):
+def copy_rows(like, x_address, y_address, order, k, width, flag, start, stop):
     """y[i] = x[order[i] // k]."""
     x, y = pointer(x_address, like), pointer(y_address, like)
+    outside = False
     for i in range(start, stop):
-        xo, yo = (order[i] // k) * width, np.int64(i) * width
-        for j in range(width):
-            store(y, yo + j, load(x, xo + j))
+        entry = order[i]
+        if 0 <= entry < order.size:
+            xo, yo = (entry // k) * width, np.int64(i) * width
+            for j in range(width):
+                store(y, yo + j, load(x, xo + j))
+        else:
+            outside = True
+    raise_flag(flag, outside)
 
 
 @device_function

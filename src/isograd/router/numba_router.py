@@ -12,6 +12,7 @@ from isograd.numerics.numba_memory import (
     pointer,
     prefetch_read,
     prefetch_write,
+    raise_flag,
     row_offset,
     store,
     store_block,
@@ -226,11 +227,12 @@ def _sigmoid_gradient(s, n, g, p, owner, where, k, zero):
 @kernel
 def router_backward_rows(
     like, index_like, x_address, d_address, i_address, out_address, shape, x_strides, d_strides, i_strides, out_strides,
-    n, k, x_stride, d_stride, i_stride, out_stride, softmax, renormalize, scale, start, stop,
+    n, k, x_stride, d_stride, i_stride, out_stride, softmax, renormalize, scale, flag, start, stop,
 ):  # fmt: skip
     zero = work_zero(like)
     x, out = pointer(x_address, like), pointer(out_address, like)
     dweights, experts = pointer(d_address, zero), pointer(i_address, index_like)
+    outside = False
     array, index_array = empty_work(n + 3 * k, zero), np.empty(n + k, np.int64)
     s, g = pointer(array.ctypes.data, zero), pointer(array[n:].ctypes.data, zero)
     w, p = pointer(array[n + k :].ctypes.data, zero), pointer(array[n + 2 * k :].ctypes.data, zero)
@@ -244,8 +246,11 @@ def router_backward_rows(
         _scores(s, n, softmax, zero)
         load_block(dweights, do, d_stride, k, g)
         for i in range(k):
-            store(where, i, np.int64(load(experts, io + i * i_stride)))
-            store(owner, load(where, i), np.int64(i))
+            expert = np.int64(load(experts, io + i * i_stride))
+            if not 0 <= expert < n:  # checked before, and changed since
+                expert, outside = np.int64(0), True
+            store(where, i, expert)
+            store(owner, expert, np.int64(i))
         if scale != work_one(zero):
             for i in range(k):
                 store(g, i, load(g, i) * scale)
@@ -258,5 +263,6 @@ def router_backward_rows(
         else:
             _sigmoid_gradient(s, n, g, p, owner, where, k, zero)
         store_block(out, oo, out_stride, n, s)
+    raise_flag(flag, outside)
     keep_alive(array)
     keep_alive(index_array)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import sys
 from typing import TYPE_CHECKING, Any, overload
 
@@ -11,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd import arrays, encoder, registry
-from isograd.errors import InvalidProblemError, IsogradError
+from isograd.errors import IsogradError
 from isograd.numerics.storage import dtype_name
+from isograd.plan import integer
 from isograd.softmax.plans import SoftmaxBackwardDescriptor, SoftmaxBackwardPlan, SoftmaxDescriptor, SoftmaxPlan
 from isograd.typing import ArrayT, DataT, ScalarT
 
@@ -31,17 +31,9 @@ def _backward_plan(kind: str, shape: tuple[int, ...], dtype: Any, axis: int, gen
     return SoftmaxBackwardPlan.select(SoftmaxBackwardDescriptor(kind, shape, name, axis))
 
 
-def _checked_axis(operation: str, axis: Any) -> int:
-    # Before the axis becomes the key of a cache, where 1.0 would find what 1 has left.
-    try:
-        return operator.index(axis)
-    except TypeError:
-        raise InvalidProblemError(f"{operation}: axis is {axis!r}; it takes integers only") from None
-
-
 def _forward(kind: str, x: Any, axis: int, out: Any) -> Any:
     if type(axis) is not int:
-        axis = _checked_axis(kind, axis)
+        axis = integer(kind, "axis", axis)
     if type(x) is np.ndarray:
         y = np.empty_like(x) if out is None else out
         plan = _forward_plan(kind, x.shape, x.dtype, axis, registry.generation())
@@ -63,13 +55,13 @@ def _forward(kind: str, x: Any, axis: int, out: Any) -> Any:
     arrays.describe(view, kind, "x")
     if restore is not None:
         encoder.refuse(kind, f"x is a {type(x).__name__}")
-    result = _forward(kind, view.view(np.ndarray), axis, out)
+    result = _forward(kind, view, axis, out)
     return result if restore is None or out is not None else restore(result)
 
 
 def _backward(kind: str, dy: Any, y: Any, axis: int, out: Any) -> Any:
     if type(axis) is not int:
-        axis = _checked_axis(f"{kind}_backward", axis)
+        axis = integer(f"{kind}_backward", "axis", axis)
     if type(dy) is np.ndarray and type(y) is np.ndarray:
         dx = np.empty_like(dy) if out is None else out
         plan = _backward_plan(kind, dy.shape, dy.dtype, axis, registry.generation())
@@ -90,7 +82,7 @@ def _backward(kind: str, dy: Any, y: Any, axis: int, out: Any) -> Any:
     arrays.describe(y_view, name, "y")
     if restore is not None:
         encoder.refuse(name, f"dy is a {type(dy).__name__}")
-    result = _backward(kind, dy_view.view(np.ndarray), y_view.view(np.ndarray), axis, out)
+    result = _backward(kind, dy_view, y_view, axis, out)
     return result if restore is None or out is not None else restore(result)
 
 

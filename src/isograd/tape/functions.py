@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from isograd.arrays import describe_mask, to_numpy
+from isograd.arrays import copied, describe_mask
 from isograd.attention import api as attention_family
 from isograd.attention.options import AttentionOptions
 from isograd.attention.problem import Given
@@ -179,19 +179,19 @@ def distillation_loss(
 ) -> Variable:
     """The divergence of a teacher, an array or a variable that gets no gradient, from a student."""
     # Copies, as constants are elsewhere: the caller may overwrite the originals before the gradient is computed.
-    constants = [None if a is None else np.array(getattr(a, "value", a)) for a in (teacher, indices)]
+    name = "distillation_loss"
     return apply(
         loss_rules.distillation_loss,
         student,
-        teacher=constants[0],
+        teacher=copied(getattr(teacher, "value", teacher), name, "teacher"),
         temperature=temperature,
-        indices=constants[1],
+        indices=None if indices is None else copied(indices, name, "indices"),
         reduction=reduction,
     )
 
 
 def gumbel_softmax(
-    x: Variable, tau: float = 1.0, hard: bool = False, axis: int = -1, seed: int = 0, offset: int = 0
+    x: Variable, tau: float = 1.0, hard: bool = False, axis: int = -1, *, seed: int, offset: int = 0
 ) -> Variable:
     """A sample of the Gumbel-softmax distribution over an axis."""
     return apply(loss_rules.gumbel_softmax, x, tau=tau, hard=hard, axis=axis, seed=seed, offset=offset)
@@ -254,7 +254,8 @@ def _require_variable(operation: str, argument: str, x: Any) -> Variable:
 def top_k(x: Variable, k: int, axis: int = -1) -> tuple[Variable, NDArray[np.int64]]:
     """The k largest elements of an axis in descending order, and their indices, as `isograd.top_k`."""
     values, indices = router.top_k(_require_variable("top_k", "x", x).value, k, axis)
-    return apply(router_rules.top_k, x, indices=indices, values=values, axis=axis), indices
+    # The caller gets a copy and may overwrite it, here and in `moe_router`.
+    return apply(router_rules.top_k, x, indices=indices, values=values, axis=axis), indices.copy()
 
 
 def renormalize(w: Variable, axis: int = -1) -> Variable:
@@ -268,22 +269,24 @@ def moe_router(
     """The weights of every token's experts, in the work type, and the experts, as `isograd.moe_router`."""
     value = _require_variable("moe_router", "logits", logits).value
     weights, experts = router.moe_router(value, k, bias=bias, groups=groups, group_k=group_k, **options)
-    return apply(router_rules.moe_router, logits, experts=experts, weights=weights, options=options), experts
+    return apply(router_rules.moe_router, logits, experts=experts, weights=weights, options=options), experts.copy()
 
 
 def moe_permute(x: Variable, order: NDArray[np.int64], k: int) -> Variable:
     """The tokens' rows in the order of the experts; the order is copied."""
-    return apply(router_rules.moe_permute, x, order=np.array(order), k=k)
+    return apply(router_rules.moe_permute, x, order=copied(order, "moe_permute", "order"), k=k)
 
 
 def moe_combine(expert_out: Operand, weights: Operand, order: NDArray[np.int64]) -> Variable:
     """The weighted sums of the tokens' rows; weights are in the work type of expert_out."""
-    return apply(router_rules.moe_combine, expert_out, weights, one_dtype=False, order=np.array(order))
+    order = copied(order, "moe_combine", "order")
+    return apply(router_rules.moe_combine, expert_out, weights, one_dtype=False, order=order)
 
 
 def load_balancing_loss(probabilities: Variable, experts: NDArray[Any], num_experts: int | None = None) -> Variable:
     """The load-balancing loss, in the work type; the experts are copied."""
-    return apply(router_rules.load_balancing_loss, probabilities, experts=np.array(experts), num_experts=num_experts)
+    experts = copied(experts, "load_balancing_loss", "experts")
+    return apply(router_rules.load_balancing_loss, probabilities, experts=experts, num_experts=num_experts)
 
 
 def router_z_loss(logits: Variable) -> Variable:
@@ -291,38 +294,36 @@ def router_z_loss(logits: Variable) -> Variable:
     return apply(router_rules.router_z_loss, logits)
 
 
-def _indices(operation: str, indices: Any, argument: str = "indices") -> Any:
-    # A copy: the caller may overwrite the original before the gradients are computed.
-    return np.array(to_numpy(indices, operation, argument)[0])
-
-
 def take_along_axis(x: Variable, indices: Any, axis: int = -1) -> Variable:
     """Values along an axis at an array of indices; see `isograd.take_along_axis`."""
-    return apply(gather_rules.take_along_axis, x, indices=_indices("take_along_axis", indices), axis=axis)
+    return apply(gather_rules.take_along_axis, x, indices=copied(indices, "take_along_axis", "indices"), axis=axis)
 
 
 def embedding(weight: Variable, indices: Any, padding_idx: int | None = None) -> Variable:
     """Rows of a table; see `isograd.embedding`."""
-    return apply(gather_rules.embedding, weight, indices=_indices("embedding", indices), padding_idx=padding_idx)
+    rows = copied(indices, "embedding", "indices")
+    return apply(gather_rules.embedding, weight, indices=rows, padding_idx=padding_idx)
 
 
 def scatter_sum(x: Operand, indices: Any, values: Operand, axis: int = -1) -> Variable:
     """Values added onto x along an axis at an array of indices; see `isograd.scatter_sum`."""
-    return apply(gather_rules.scatter_sum, x, values, indices=_indices("scatter_sum", indices), axis=axis)
+    return apply(gather_rules.scatter_sum, x, values, indices=copied(indices, "scatter_sum", "indices"), axis=axis)
 
 
 def segment_sum(values: Variable, segment_ids: Any, num_segments: int) -> Variable:
     """The sum of each segment's rows; see `isograd.segment_sum`."""
-    ids = _indices("segment_sum", segment_ids, "segment_ids")
+    ids = copied(segment_ids, "segment_sum", "segment_ids")
     return apply(gather_rules.segment_sum, values, segment_ids=ids, num_segments=num_segments)
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
-def _copied(value: Any) -> Any:
-    """A copy of what gets no gradient: the caller may overwrite the original before gradients are due."""
+def _constant(argument: str, value: Any) -> Any:
+    """A copy of what gets no gradient, an array or a pair of them; None is nothing."""
     if value is None:
         return None
-    return tuple([np.array(x) for x in value]) if isinstance(value, (tuple, list)) else np.array(value)
+    if isinstance(value, (tuple, list)):
+        return tuple([_constant(argument, x) for x in value])
+    return copied(value, "attention", argument)
 
 
 def attention(
@@ -330,7 +331,7 @@ def attention(
 ) -> Variable | tuple[Variable, Variable]:
     """Attention, and with return_lse the logarithm of its sums; `isograd.attention` takes options one by one."""
     every: dict[str, Any] = {**asdict(options), "layout": given.layout}
-    every |= {name: _copied(getattr(given, name)) for name in ("mask", "segment_ids", "cu_seqlens")}
+    every |= {name: _constant(name, getattr(given, name)) for name in ("mask", "segment_ids", "cu_seqlens")}
     extra = {name: x for name, x in (("bias", given.bias), ("sinks", given.sinks)) if x is not None}
     operands = (q, k, v, *extra.values())
     values = [x.value if isinstance(x, Variable) else x for x in operands]

@@ -73,10 +73,10 @@ def distillation_loss(
 
 def gumbel_softmax(x: Array, tau: float, hard: bool, axis: int, seed: int, offset: int) -> Result:
     """A sample of the Gumbel-softmax distribution; a hard one has the gradient of the soft one."""
-    y: Array = simplex_api.gumbel_softmax(x, tau, hard, axis, seed, offset)
+    y: Array = simplex_api.gumbel_softmax(x, tau, hard, axis, seed=seed, offset=offset)
 
     def gradient(g: Array) -> Array:
-        soft = simplex_api.gumbel_softmax(x, tau, False, axis, seed, offset) if hard else y
+        soft = simplex_api.gumbel_softmax(x, tau, False, axis, seed=seed, offset=offset) if hard else y
         result: Array = simplex_api.gumbel_softmax_backward(g, soft, tau, axis)
         return result
 

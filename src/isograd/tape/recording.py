@@ -141,7 +141,7 @@ class Tape:
         afterwards. Raises InvalidProblemError for anything that is no array and inside a checkpoint, UnsupportedError
         for another dtype.
         """
-        require_array("leaf", "array", array)
+        array = require_array("leaf", "array", array)
         if self._current is not self._root:
             raise InvalidProblemError("leaf: called inside a checkpoint; make leaves outside and pass them to it")
         with default_environment():
@@ -247,7 +247,7 @@ class Tape:
                     f"backward: out has shape {out.shape}; expected one element, or an upstream gradient of that shape"
                 )
             return np.ones(out.shape, out.dtype)
-        require_array("backward", "upstream", upstream)
+        upstream = require_array("backward", "upstream", upstream)
         if upstream.shape != out.shape or upstream.dtype != out.dtype:
             raise InvalidProblemError(
                 f"backward: upstream is {upstream.dtype} {upstream.shape}; expected dtype and shape of out, "

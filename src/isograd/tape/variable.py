@@ -12,7 +12,7 @@ from isograd.elementwise.api import Approximate
 from isograd.errors import InvalidProblemError
 from isograd.fenv import default_environment
 from isograd.numerics.reference import narrow, work_dtype
-from isograd.numerics.storage import dtype_name
+from isograd.numerics.storage import dtype_name, plain_array
 from isograd.tape import choice_rules, index_rules, rules
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ def _constant(operation: str, operand: Operand, dtype: np.dtype[Any]) -> NDArray
             hint = "; convert it, or pass a Python number" if operand.ndim == 0 else "; convert one of them"
             raise InvalidProblemError(f"{operation}: a variable is {dtype} and the other operand {operand.dtype}{hint}")
         # A copy, with canonical NaNs: the caller may overwrite the original before the gradients are computed.
-        return narrow(np.asarray(operand), dtype)
+        return narrow(plain_array(operation, "an operand", np.asanyarray(operand)), dtype)
     if isinstance(operand, (int, float)) and not isinstance(operand, bool):
         return narrow(np.asarray(number(operation, operand), work_dtype(dtype)), dtype)
     raise InvalidProblemError(

@@ -8,7 +8,8 @@ from torch import Tensor
 from isograd.errors import InvalidProblemError, UnsupportedError
 from isograd.losses import promises
 from isograd.losses.linear_cross_entropy import checked_preference
-from isograd.losses.reductions import checked_reduction, number
+from isograd.losses.reductions import checked_reduction
+from isograd.plan import real_number as number
 from isograd.torch.indexing import enter
 from isograd.torch.ops_cross_entropy import CROSS_ENTROPY
 from isograd.torch.ops_divergence import DISTILLATION_LOSS, KL_DIV

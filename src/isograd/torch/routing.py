@@ -7,12 +7,13 @@ rows = igt.moe_permute(x, order, k)                                     # [T k, 
 y = igt.moe_combine(rows, weights, order)                               # [T, D]
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from isograd.errors import InvalidProblemError
-from isograd.losses.reductions import number
+from isograd.plan import MOST_ELEMENTS
+from isograd.plan import real_number as number
 from isograd.router.descriptors import checked_scoring
 from isograd.torch import ops_moe
 from isograd.torch.indexing import enter
@@ -66,11 +67,19 @@ def moe_router(
     return Routing(*MOE_ROUTER(logits, k, scoring, bool(renormalize), bias, groups, group_k, factor))
 
 
+def _counted(operation: str, num_experts: Any) -> int:
+    """A number of experts that an array has room for."""
+    count = integer(operation, "num_experts", num_experts)
+    if not 1 <= count <= MOST_ELEMENTS:
+        raise InvalidProblemError(f"{operation}: num_experts is {count}; accepted: at least 1, up to 2^56")
+    return count
+
+
 def expert_counts(experts: Tensor, num_experts: int) -> Tensor:
     """How many entries every expert has: [num_experts], int64; arguments and errors as `isograd.expert_counts`."""
     enter("expert_counts")
     experts = checked_index("expert_counts", experts, "experts")
-    count = integer("expert_counts", "num_experts", num_experts)
+    count = _counted("expert_counts", num_experts)
     return ops_moe.EXPERT_COUNTS(experts, count)  # type: ignore[no-any-return]
 
 
@@ -78,7 +87,7 @@ def expert_permutation(experts: Tensor, num_experts: int) -> Permutation:
     """Sort entries by expert, stably: (order, offsets); arguments and errors as `isograd.expert_permutation`."""
     enter("expert_permutation")
     experts = checked_index("expert_permutation", experts, "experts")
-    count = integer("expert_permutation", "num_experts", num_experts)
+    count = _counted("expert_permutation", num_experts)
     return Permutation(*ops_moe.EXPERT_PERMUTATION(experts, count))
 
 

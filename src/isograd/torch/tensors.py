@@ -50,13 +50,16 @@ def checked_index(operation: str, tensor: Any, name: str) -> Tensor:
 
 
 def integer(operation: str, name: str, value: Any) -> int:
-    """An argument as an int; InvalidProblemError for anything else."""
-    if type(value) is int:
-        return value
-    try:
-        return operator.index(value)
-    except TypeError as error:
-        raise InvalidProblemError(f"{operation}: {name} is {value!r}; expected an integer") from error
+    """An argument as an int; InvalidProblemError for anything else, and beyond the 64 bits that operators take."""
+    number: int = value
+    if type(value) is not int:
+        try:
+            number = operator.index(value)
+        except TypeError as error:
+            raise InvalidProblemError(f"{operation}: {name} is {value!r}; expected an integer") from error
+    if not -(1 << 63) <= number < 1 << 63:
+        raise InvalidProblemError(f"{operation}: {name} is {number}; accepted: integers of 64 bits")
+    return number
 
 
 def refuse(operation: str, default: bool | None, **given: Any) -> None:
