@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from isograd import parallel
 from isograd.elementwise import numba_kernels
 from isograd.errors import InvalidProblemError
+from isograd.fenv import default_environment
 from isograd.numerics.storage import address, kernel_type, require_array
 
 _GRAIN = 1 << 15  # elements of one chunk: some 50 microseconds of work
@@ -32,6 +33,15 @@ def _require_like(operation: str, dy: Any, argument: str, x: Any) -> None:
         raise InvalidProblemError(
             f"{operation}: dy is {dy.dtype} {dy.shape}; expected dtype and shape of {argument}, {x.dtype} {x.shape}"
         )
+
+
+def scale(x: NDArray[Any], factor: float, out: NDArray[Any]) -> None:
+    """Write into `out`, in C order, the products of x and a number: it and they in the work type, then rounded."""
+    with default_environment(), np.errstate(all="ignore"):
+        number = np.float64(factor) if x.dtype == np.float64 else np.float32(factor)
+    x = np.ascontiguousarray(x)
+    arguments = (kernel_type(x.dtype), number, address(x), address(out))
+    parallel.for_ranges(numba_kernels.scale, x.size, _GRAIN, *arguments)
 
 
 def exp(x: NDArray[Any]) -> NDArray[Any]:

@@ -9,7 +9,7 @@ import numpy as np
 from isograd import arrays, encoder
 from isograd.errors import InvalidProblemError
 from isograd.fenv import default_environment
-from isograd.losses.reductions import divided, number, plain
+from isograd.losses.reductions import checked_count, divided, number, plain
 from isograd.numerics.reference import FORMATS, round_integer
 
 # The quantum is 2**-40 for float32 losses and 2**-84 for float64 ones: 16 and 31 bits below the last place of a 1.
@@ -77,10 +77,17 @@ class LossAccumulator:
             form = FORMATS[np.dtype(self.dtype)]
             return round_integer(self._units, -QUANTUM_BITS[self.dtype], form)
 
-    def mean(self, count: float) -> Any:
-        """The sum over the count of all micro-batches (or over their weights): RN(total / RN(count))."""
+    def mean(self, count: Any) -> Any:
+        """The sum over the count of all micro-batches (or over their weights): RN(total / RN(count)).
+
+        count: a number, or an array or tensor of one without dimensions.
+        """
+        name = "LossAccumulator.mean"
+        if arrays.is_tensor(count):
+            count = count.detach().cpu()  # as the losses are fetched
+        given = number(name, "count", checked_count(name, count, None))
         with default_environment(), np.errstate(over="ignore"):
-            divisor = np.dtype(self.dtype).type(number("LossAccumulator.mean", "count", count))
+            divisor = np.dtype(self.dtype).type(given)
         return divided(self.total(), divisor)[()]
 
     def __getstate__(self) -> dict[str, Any]:
