@@ -41,7 +41,7 @@ def _scaled(input: Tensor, factor: Tensor) -> Tensor:  # noqa: A002
     number = factor.to(work_dtype(x.dtype))
     if x.dtype is number.dtype:
         return torch.mul(x, number, out=out)
-    return out.copy_(wide(x)[0] * number)
+    return out.copy_(x.float().mul_(number))
 
 
 def _save(node: Any, inputs: Saved, out: Tensor) -> Saved:
