@@ -349,6 +349,7 @@ def test_second_derivatives_and_forward_mode_with_a_count_in_a_tensor(probabilit
     assert torch.autograd.gradgradcheck(loss, (logits,))
 
 
+@pytest.mark.thorough
 def test_a_count_in_a_tensor_is_an_input_of_the_compiled_graph():
     torch._dynamo.reset()
     logits, targets, _ = problem(torch.float32)
