@@ -139,8 +139,15 @@ def _linear(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     name = "linear_cross_entropy"
     _require_linear(name, hidden, weight, targets, bias, class_weight, reduction, divisor)
-    count = count if divisor is None else divisor
-    options = (ignore_index, label_smoothing, z_loss, reduction, count, chunk, preference)
+    options = (
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        reduction,
+        count if divisor is None else divisor,
+        chunk,
+        preference,
+    )
     given = _linear_problem(name, hidden, weight, targets, bias, class_weight, options)
     if not _keeps(gradient, hidden):
         loss = linear.reduced(given, linear.forward(given))
@@ -231,9 +238,11 @@ def _autocast(device: str) -> Callable[..., Any]:
         *options: Any,
     ) -> Any:
         dtype = torch.get_autocast_dtype(device)
-        hidden, weight, bias = (
-            t if t is None or t.dtype is torch.float64 else t.to(dtype) for t in (hidden, weight, bias)
-        )
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor if tensor.dtype is torch.float64 else tensor.to(dtype)
+
+        hidden, weight, bias = cast(hidden), cast(weight), None if bias is None else cast(bias)
         if class_weight is not None and class_weight.dtype is not torch.float64:
             class_weight = class_weight.float()
         return LINEAR_CROSS_ENTROPY(hidden, weight, targets, bias, class_weight, *options)
