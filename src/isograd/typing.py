@@ -51,7 +51,7 @@ class CrossEntropyOptions(TypedDict, total=False):
     label_smoothing: float
     z_loss: float
     reduction: Reduction
-    count: Number | None
+    count: SupportsDLPack | Number | None
 
 
 class LinearCrossEntropyOptions(TypedDict, total=False):
@@ -62,7 +62,7 @@ class LinearCrossEntropyOptions(TypedDict, total=False):
     label_smoothing: float
     z_loss: float
     reduction: Reduction
-    count: Number | None
+    count: SupportsDLPack | Number | None
     chunk: int | None
     preference: str | None
 

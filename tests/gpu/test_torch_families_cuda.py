@@ -153,6 +153,80 @@ def test_autocast_gives_the_types_of_torch(autocast, dtype):
             assert ours().dtype is theirs().dtype
 
 
+@pytest.mark.parametrize("kinds", [(torch.bfloat16, torch.float32), (torch.float32, torch.float16)], ids=str)
+@pytest.mark.parametrize("autocast", [torch.float16, torch.bfloat16], ids=str)
+def test_linear_cross_entropy_under_autocast_is_linear_and_cross_entropy(autocast, kinds):
+    x, y, _, rows = (t.cuda() for t in inputs(torch.float32, 50, 24))
+    targets = rows % 50
+    leaves = [t.to(kind).requires_grad_() for t, kind in zip((x, y), kinds, strict=True)]
+    with torch.autocast("cuda", dtype=autocast):
+        loss = igt.linear_cross_entropy(*leaves, targets)
+        theirs = F.cross_entropy(F.linear(*leaves), targets)
+    assert loss.dtype is theirs.dtype is torch.float32
+    assert same_bits(loss, igt.linear_cross_entropy(*(t.detach().to(autocast) for t in leaves), targets))
+    ours, theirs = (torch.autograd.grad(1024 * result, leaves) for result in (loss, theirs))
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype is b.dtype
+        assert (a.float() - b.float()).norm() < 0.02 * b.float().norm()
+
+
+@pytest.mark.parametrize("tokens", [8192, 65536])
+def test_a_scaled_loss_of_halves_has_the_gradients_of_losses_of_rows(tokens):
+    generator = torch.Generator().manual_seed(4)
+    hidden, matrix = torch.randn(tokens, 64, generator=generator), torch.randn(1000, 64, generator=generator)
+    targets = torch.randint(1000, (tokens,), generator=generator).cuda()
+    leaves = [t.half().cuda().requires_grad_() for t in (hidden, matrix / 8)]
+    got = torch.autograd.grad(igt.linear_cross_entropy(*leaves, targets) * 32768, leaves)
+    rows = igt.linear_cross_entropy(*leaves, targets, reduction="none")
+    for a, b in zip(got, torch.autograd.grad(rows, leaves, torch.full_like(rows, 32768 / tokens)), strict=True):
+        assert same_bits(a, b)
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    wide = F.cross_entropy(exact[0] @ exact[1].T, targets) * 32768
+    for a, b in zip(got, torch.autograd.grad(wide, exact), strict=True):
+        assert (a - b).norm() < 2e-3 * b.norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("place", ["cuda", "cpu"])
+def test_a_count_in_a_tensor_is_not_waited_for(place, dtype):
+    x, y, _, rows = (t.cuda() for t in inputs(dtype))
+    targets = rows % 24
+    counts = [torch.tensor(37, device=place), torch.tensor(37.0, device=place)]
+
+    def results(count):
+        leaves = [t.clone().requires_grad_() for t in (x, y)]
+        losses = (
+            igt.cross_entropy(leaves[0], targets, count=count),
+            igt.linear_cross_entropy(leaves[0], leaves[1][:24], targets, count=count),
+        )
+        return *losses, *torch.autograd.grad([loss.float() for loss in losses], leaves)
+
+    expected = results(37)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = [results(count) for count in counts]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for got in found:
+        assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
+    with pytest.raises(ig.DeviceMismatchError, match="cross_entropy: count is on cuda"):
+        igt.cross_entropy(x.cpu(), targets.cpu(), count=torch.tensor(3, device="cuda"))
+    assert same_bits(ig.cross_entropy(x, targets, count=counts[0]), ig.cross_entropy(x, targets, count=37))
+    total = ig.LossAccumulator("float32")
+    total.add(torch.ones(4, device="cuda"))
+    assert total.mean(torch.tensor(8, device=place)) == 0.5
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_with_a_number_have_the_bits_of_the_cpu(dtype):
+    x, _, _, _ = inputs(dtype)
+    for y in (x, x.T, x[:, ::2], x[0, 0], x[:0]):
+        for factor in (0.3, 1e-6, 65536.0):
+            given = torch.tensor(factor, dtype=torch.float64)
+            scaled = torch.ops.isograd.scaled
+            assert same_bits(scaled(y.cuda(), given.cuda()), scaled(y, given))
+
+
 def test_an_index_out_of_range_gives_nan_there_and_check_says_where():
     x = torch.zeros(4, 5, device="cuda", requires_grad=True)
     for bad in (

@@ -309,3 +309,124 @@ def test_arguments_that_no_operator_could_serve():
         with pytest.raises(error, match=message):
             call()
     assert samples.check_error_inputs(igt.cross_entropy, NAME) == 0  # torch lists none today
+
+
+# --- counts in tensors ------------------------------------------------------------------------------------------------
+COUNTS = [torch.tensor(7), torch.tensor(7, dtype=torch.int32), torch.tensor(7.0), torch.tensor(7, dtype=torch.bfloat16)]
+
+
+@pytest.mark.parametrize("count", COUNTS, ids=lambda t: str(t.dtype))
+@pytest.mark.parametrize("dtype", samples.DTYPES, ids=str)
+def test_a_count_in_a_tensor_has_the_bits_of_the_number(dtype, count):
+    logits, targets, weight = problem(dtype)
+    hidden, matrix, words, bias = linear_problem(dtype)
+
+    def results(count):
+        leaves = [t.clone().requires_grad_() for t in (logits, hidden, matrix, bias)]
+        losses = (
+            igt.cross_entropy(leaves[0], targets, weight, count=count),
+            igt.linear_cross_entropy(*leaves[1:3], words, leaves[3], count=count),
+        )
+        gradients = torch.autograd.grad(losses, leaves, [torch.full_like(loss, 0.7) for loss in losses])
+        return *losses, *gradients
+
+    for got, expected in zip(results(count), results(7), strict=True):
+        assert same_bits(got, expected)
+    plain = [numpy(t) for t in (logits, targets)]
+    assert ig.cross_entropy(*plain, count=np.array(7)) == ig.cross_entropy(*plain, count=7)
+    assert torch.equal(ig.cross_entropy(logits, targets, count=count), ig.cross_entropy(logits, targets, count=7))
+
+
+@pytest.mark.parametrize("probabilities", [False, True])
+def test_second_derivatives_and_forward_mode_with_a_count_in_a_tensor(probabilities):
+    logits, targets, weight = problem(torch.float64, probabilities)
+    logits, targets = logits[:2, :, :2].clone().requires_grad_(), targets[:2, ..., :2].clone()
+
+    def loss(x):
+        return igt.cross_entropy(x, targets, weight, count=torch.tensor(5))
+
+    assert torch.autograd.gradcheck(loss, (logits,), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(loss, (logits,))
+
+
+@pytest.mark.thorough
+def test_a_count_in_a_tensor_is_an_input_of_the_compiled_graph():
+    torch._dynamo.reset()
+    logits, targets, _ = problem(torch.float32)
+    hidden, matrix, words, _ = linear_problem(torch.float32)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def step(x, h, count):
+        return igt.cross_entropy(x, targets, count=count) + igt.linear_cross_entropy(h, matrix, words, count=count)
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    for number in range(3, 11):
+        count = torch.tensor(number)
+        leaves = [[t.clone().requires_grad_() for t in (logits, hidden)] for _ in range(2)]
+        losses = [f(*both, count) for f, both in zip((compiled, step), leaves, strict=True)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        for a, b in zip(*leaves, strict=True):
+            assert torch.equal(a.grad, b.grad)
+    assert len(graphs) == 1
+
+
+def test_a_count_that_is_no_number():
+    logits, targets, _ = problem(torch.float32)
+    hidden, matrix, words, _ = linear_problem(torch.float32)
+    for call in (
+        lambda count: igt.cross_entropy(logits, targets, count=count),
+        lambda count: igt.linear_cross_entropy(hidden, matrix, words, count=count),
+        lambda count: ig.cross_entropy(logits, targets, count=count),
+        lambda count: ig.linear_cross_entropy(hidden, matrix, words, count=count),
+    ):
+        for count in (torch.tensor([7]), torch.tensor(True), torch.tensor(7j), "7", True):
+            with pytest.raises(ig.InvalidProblemError, match="cross_entropy: count"):
+                call(count)
+        with pytest.raises(ig.DeviceMismatchError, match="cross_entropy: count is on meta"):
+            call(torch.tensor(7, device="meta"))
+    with pytest.raises(ig.InvalidProblemError, match=r"count has shape .* and requires a gradient"):
+        igt.cross_entropy(logits, targets, count=torch.tensor(7.0, requires_grad=True))
+
+
+# --- float16, and autocast --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("tokens", [2048, pytest.param(65536, marks=pytest.mark.thorough)])
+def test_a_scaled_loss_of_halves_has_the_gradients_of_losses_of_rows(tokens):
+    generator = torch.Generator().manual_seed(4)
+    hidden, matrix = torch.randn(tokens, 64, generator=generator), torch.randn(1000, 64, generator=generator) / 8
+    targets = torch.randint(1000, (tokens,), generator=generator)
+    leaves = [t.half().requires_grad_() for t in (hidden, matrix)]
+    scale = 32768.0 * tokens / 65536 / 16
+    got = torch.autograd.grad(igt.linear_cross_entropy(*leaves, targets) * scale, leaves)
+    rows = igt.linear_cross_entropy(*leaves, targets, reduction="none")
+    for a, b in zip(got, torch.autograd.grad(rows, leaves, torch.full_like(rows, scale / tokens)), strict=True):
+        assert same_bits(a, b)
+    exact = [t.detach().float().requires_grad_() for t in leaves]
+    wide = F.cross_entropy(exact[0] @ exact[1].T, targets) * scale
+    for a, b in zip(got, torch.autograd.grad(wide, exact), strict=True):
+        assert (a - b).norm() < 5e-4 * b.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kinds", [("bfloat16", "float32"), ("float32", "float32"), ("float16", "bfloat16")], ids=str)
+def test_linear_cross_entropy_under_autocast_is_linear_and_cross_entropy(kinds, dtype):
+    hidden, matrix, words, bias = linear_problem(torch.float32)
+    dtypes = [getattr(torch, kind) for kind in (*kinds, kinds[1])]
+    leaves = [t.to(kind).requires_grad_() for t, kind in zip((hidden, matrix, bias), dtypes, strict=True)]
+    class_weight = torch.rand(5, generator=torch.Generator().manual_seed(5))
+    with torch.autocast("cpu", dtype=dtype):
+        loss = igt.linear_cross_entropy(*leaves[:2], words, leaves[2], class_weight=class_weight)
+        logits = F.linear(*leaves)
+        theirs = F.cross_entropy(logits.movedim(-1, 1), words, class_weight)
+    assert loss.dtype is theirs.dtype is torch.float32
+    narrow = [t.detach().to(dtype) for t in leaves]
+    assert torch.equal(loss, igt.linear_cross_entropy(*narrow[:2], words, narrow[2], class_weight=class_weight))
+    ours, theirs = torch.autograd.grad(loss, leaves), torch.autograd.grad(theirs, leaves)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype is b.dtype
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.02)

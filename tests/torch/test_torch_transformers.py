@@ -157,3 +157,16 @@ def test_packed_sequences_of_a_model():
     packed = model(words, position_ids=places, use_cache=False).logits
     for part in (slice(0, 4), slice(4, 9)):
         torch.testing.assert_close(packed[:, part], model(words[:, part]).logits)
+
+
+def test_the_number_of_items_that_a_trainer_passes():
+    model = model_of("Llama", "eager")
+    words = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+    given = {"labels": words, "num_items_in_batch": torch.tensor(37)}  # of a batch of which this is a part
+    expected = model(words, **given).loss
+
+    def loss(logits, labels, vocab_size, num_items_in_batch, **rest):
+        return igt.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), count=num_items_in_batch)
+
+    model.loss_function = loss
+    torch.testing.assert_close(model(words, **given).loss, expected)

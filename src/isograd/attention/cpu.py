@@ -23,73 +23,21 @@ Arguments = Mapping[str, Any]
 
 
 @functools.cache
-def _kernels() -> tuple[ModuleType, ModuleType, ModuleType]:
+def _kernels() -> tuple[ModuleType, ModuleType, ModuleType, ModuleType]:
     with default_environment():  # constants are rounded when a module is loaded
-        from isograd.attention import numba_backward, numba_kernels, numba_scores
-    return numba_kernels, numba_backward, numba_scores
+        from isograd.attention import numba_backward, numba_kernels, numba_rows, numba_scores
+    return numba_kernels, numba_backward, numba_scores, numba_rows
 
 
 def _strides(x: Array) -> tuple[int, ...]:
     return tuple([stride // x.itemsize for stride in x.strides])
 
 
-# --- rows of the work type -------------------------------------------------------------------------------------------
-_SLACK = 16  # rows behind scratch that products may touch
-
-
-class _Lines(NamedTuple):
-    """Rows [B, H, L, D] of the work type whose elements are neighbours and whose length is whole vectors."""
-
-    array: Array
-    rows: Any
-
-
-def _lines_of(array: Array) -> _Lines:
-    batch, head, row, _ = _strides(array)
-    return _Lines(array, _kernels()[2].Rows(address(array), batch, head, row))
-
-
-def _line(size: int, work: Any) -> int:
-    """The length of a row in whole vectors."""
-    width: int = 64 // np.dtype(work).itemsize
-    return -(-size // width) * width
-
-
-def _scratch(shape: tuple[int, ...], work: Any) -> Array:
-    """An array [B, H, L, line] with slack behind it."""
-    batch, heads, length, size = shape
-    line = _line(size, work)
-    flat = np.empty((batch * heads * length + _SLACK) * line, work)
-    flat[batch * heads * length * line :] = 0
-    return flat[: batch * heads * length * line].reshape(batch, heads, length, line)
-
-
-def _widened(x: Array, work: Any, factor: float | None = None) -> _Lines:
-    """The rows of an array, themselves where they serve as they are."""
-    if factor is None and x.dtype == work and x.strides[3] == x.itemsize and _line(x.shape[3], work) == x.shape[3]:
-        return _lines_of(x)
-    batch, heads, length, size = x.shape
-    out = _scratch(x.shape, work)
-    count = batch * heads * length
-    if count:
-        with default_environment():
-            number = work.type(1 if factor is None else factor)
-        arguments = (kernel_type(x.dtype), address(x), heads, length, _strides(x), size)
-        rest = (address(out), out.shape[3], number)
-        parallel.for_ranges(_kernels()[0].widen_rows, count, parallel.grain(count, 2 * size), *arguments, *rest)
-    return _lines_of(out)
-
-
-def _narrowed(lines: Array, out: Array, factor: float = 1.0) -> None:
-    """Round scratch of the work type into an output."""
-    batch, heads, length, size = out.shape
-    count = batch * heads * length
-    if count:
-        with default_environment():
-            number = lines.dtype.type(factor)
-        arguments = (kernel_type(out.dtype), address(out), heads, length, _strides(out), size)
-        rest = (address(lines), lines.shape[3], number)
-        parallel.for_ranges(_kernels()[0].narrow_rows, count, parallel.grain(count, 2 * size), *arguments, *rest)
+def _rows(array: Array) -> Any:
+    """The rows of an array [B, H, L, D] as kernels take them."""
+    rows = _kernels()[3]
+    kind = {"float16": rows.HALF, "bfloat16": rows.BFLOAT16}.get(array.dtype.name, rows.WORK)
+    return rows.Rows(address(array), *_strides(array), kind)
 
 
 # --- problems --------------------------------------------------------------------------------------------------------
@@ -109,17 +57,25 @@ def _ends(operation: str, argument: str, given: Array, tokens: int) -> NDArray[n
     return ends
 
 
-def _tiles_before(lengths: NDArray[np.int64], block: int) -> NDArray[np.int64]:
-    tiles = -(-lengths // block)
-    return np.cumsum(tiles) - tiles
-
-
 class _Problems(NamedTuple):
-    """The table that kernels read, and the tiles of queries and of keys of all problems, for one head."""
+    """The table that kernels read, the blocks and tiles of keys of a head of k, and the pairs that make a block."""
 
     table: NDArray[np.int64]
-    q_tiles: int
+    blocks: int
     k_tiles: int
+    together: int
+
+
+_TOGETHER = 4  # pairs of a block: more would convert a tile of keys less often, and take more memory for each thread
+
+
+def _together(pairs: int, p: AttentionDescriptor, problems: int) -> int:
+    """The pairs that make a block: a tile of queries and a query head each."""
+    threads = parallel.get_num_threads()
+    most = pairs // (8 * threads)  # blocks for each thread, so that all end together
+    if p.q_length <= 16 and problems * p.kv_heads >= threads:  # converting a tile of keys takes longer than its use
+        most = max(most, p.groups)
+    return max(1, min(most, _TOGETHER))
 
 
 def _problems(p: AttentionDescriptor, a: Arguments) -> _Problems:
@@ -134,12 +90,12 @@ def _problems(p: AttentionDescriptor, a: Arguments) -> _Problems:
         batch, q_start, k_start = np.zeros(p.sequences, np.int64), q_ends[:-1], k_ends[:-1]
         q_length, k_length = np.diff(q_ends), np.diff(k_ends)
     offset = k_length - q_length if p.options.alignment == "lower_right" else np.zeros_like(q_length)
-    before = _tiles_before(q_length, scores.BLOCK_Q), _tiles_before(k_length, scores.BLOCK_K)
+    pairs = -(-q_length // scores.BLOCK_Q) * p.groups
+    together = _together(int(np.sum(pairs)) * p.kv_heads, p, len(batch))
+    blocks, k_tiles = -(-pairs // together), -(-k_length // scores.BLOCK_K)
+    before = [np.cumsum(counts) - counts for counts in (blocks, k_tiles)]
     table = np.stack([batch, q_start, q_length, k_start, k_length, offset, *before], axis=1)
-    q_tiles, k_tiles = (
-        int(np.sum(-(-x // block))) for x, block in ((q_length, scores.BLOCK_Q), (k_length, scores.BLOCK_K))
-    )
-    return _Problems(np.ascontiguousarray(table, np.int64), q_tiles, k_tiles)
+    return _Problems(np.ascontiguousarray(table, np.int64), int(np.sum(blocks)), int(np.sum(k_tiles)), together)
 
 
 class _Extras(NamedTuple):
@@ -195,14 +151,8 @@ def _numbers(p: AttentionDescriptor, work: Any) -> tuple[Any, ...]:
 _ELEMENTS = 64  # multiply-adds that take about the time of one element of a row kernel
 
 
-def _transposed(x: _Lines, size: int, heads: int, problems: _Problems) -> Array:
-    """Tiles of keys, or of values, as products with queries, or with gradients, take them."""
-    block = _kernels()[2].BLOCK_K
-    count = problems.k_tiles * heads
-    out = np.empty(count * block * size + 64, x.array.dtype)
-    arguments = (x.array.dtype.type(0), x.rows, size, heads, address(out), problems.table)
-    parallel.for_ranges(_kernels()[0].transpose_tiles, count, parallel.grain(count, 2 * block * size), *arguments)
-    return out
+def _sizes(p: AttentionDescriptor, problems: _Problems) -> Any:
+    return _kernels()[0].Sizes(p.heads, p.groups, p.head_dim, p.v_dim, problems.together)
 
 
 def _work(p: AttentionDescriptor) -> Any:
@@ -212,7 +162,7 @@ def _work(p: AttentionDescriptor) -> Any:
 # --- forward ---------------------------------------------------------------------------------------------------------
 def attention(p: AttentionDescriptor, a: Arguments) -> None:
     """O and lse of a checked problem."""
-    kernels, _, scores = _kernels()
+    kernels, _, scores, _ = _kernels()
     problems = _problems(p, a)
     o, lse = a["o"], a["lse"]
     if p.sequences is not None:  # rows may belong to no sequence
@@ -220,76 +170,54 @@ def attention(p: AttentionDescriptor, a: Arguments) -> None:
     if lse.size == 0:
         return
     work = _work(p)
-    q, k, v = (_widened(a[name], work) for name in ("q", "k", "v"))
-    keys = _transposed(k, p.head_dim, p.kv_heads, problems)
-    direct = o.dtype == work and o.strides[3] == o.itemsize
-    lines = _lines_of(o) if direct else _lines_of(_scratch(o.shape, work))
-    if not direct and p.sequences is not None:
-        lines.array[...] = 0
     sums = lse if lse.flags.c_contiguous else np.full(lse.shape, -np.inf, work)
     extras = _extras(p, a, work)
     call = kernels.Forward(
-        kernels.Sizes(p.heads, p.groups, p.head_dim, p.v_dim),
-        q.rows,
-        address(keys),
-        v.rows,
-        lines.rows,
+        _sizes(p, problems),
+        *(_rows(a[name]) for name in ("q", "k", "v", "o")),
         address(sums),
         0 if extras.sinks is None else address(extras.sinks),
         extras.hidden,
         extras.dropout,
     )
-    count = problems.q_tiles * p.heads
-    step = scores.BLOCK_Q * p.k_length * (p.head_dim + p.v_dim + 32) // _ELEMENTS
+    count = problems.blocks * p.kv_heads
+    step = problems.together * scores.BLOCK_Q * p.k_length * (p.head_dim + p.v_dim + 32) // _ELEMENTS
     arguments = (work.type(0), extras.bias_like, call, _numbers(p, work), problems.table)
     parallel.for_ranges(kernels.forward, count, parallel.grain(count, step), *arguments)
-    if not direct:
-        _narrowed(lines.array, o)
     if sums is not lse:
         lse[...] = sums
 
 
 # --- backward --------------------------------------------------------------------------------------------------------
-def _gradient_lines(out: Array, work: Any, packed: bool) -> _Lines:
-    """Where a gradient is summed up: in the output, or in scratch that `_narrowed` rounds into it."""
-    direct = out.dtype == work and out.strides[3] == out.itemsize
-    lines = out if direct else _scratch(out.shape, work)
-    if packed:  # rows may belong to no sequence
-        lines[...] = 0
-    return _lines_of(lines)
-
-
 def attention_backward(p: AttentionBackwardDescriptor, a: Arguments) -> None:
     """The gradients of a checked problem."""
-    kernels, backward, _ = _kernels()
+    backward = _kernels()[1]
     problems = _problems(p, a)
     work = _work(p)
     lse = np.ascontiguousarray(a["lse"])
     unseeing = np.isneginf(lse)
-    q, do = _widened(a["q"], work, p.options.scale), _widened(_without(a["do"], unseeing), work, 1.0)
-    k, v = _widened(a["k"], work), _widened(a["v"], work)
+    do = _without(a["do"], unseeing)
     delta = np.empty(p.lse_shape, work)
     _delta(a["o"], a["do"], delta)
     if p.dlse:
         with default_environment():
             delta -= a["dlse"]
     delta[unseeing] = 0  # its probabilities are 0, and 0 times an infinity would not be
-    keys = _transposed(k, p.head_dim, p.kv_heads, problems)
-    values = _transposed(v, p.v_dim, p.kv_heads, problems)
-    gradients = {name: _gradient_lines(a[name], work, p.sequences is not None) for name in ("dq", "dk", "dv")}
+    gradients = [a[name] for name in ("dq", "dk", "dv")]
+    if p.sequences is not None:  # rows may belong to no sequence
+        for gradient in gradients:
+            gradient[...] = 0
     extras = _extras(p, a, work)
     call = backward.Backward(
-        kernels.Sizes(p.heads, p.groups, p.head_dim, p.v_dim),
-        *(q.rows, do.rows, k.rows, address(keys), address(values), address(lse), address(delta)),
-        *(lines.rows for lines in gradients.values()),
+        _sizes(p, problems),
+        *(_rows(x) for x in (a["q"], do, a["k"], a["v"])),
+        *(address(lse), address(delta)),
+        *(_rows(x) for x in gradients),
         extras.hidden,
         extras.dropout,
     )
     arguments = (work.type(0), extras.bias_like, call, _numbers(p, work), problems.table)
     _run_backward(p, problems, arguments)
-    for name, lines in gradients.items():
-        if lines.array is not a[name]:
-            _narrowed(lines.array, a[name])
     if p.dbias:
         _bias_gradient(p, a["dbias"], arguments)
     if p.dsinks and extras.sinks is not None:
@@ -308,7 +236,7 @@ def _without(do: Array, rows: Array) -> Array:
 
 def _run_backward(p: AttentionBackwardDescriptor, problems: _Problems, arguments: tuple[Any, ...]) -> None:
     """dq, dk and dv by the cheaper of the two ways, whose bits are the same."""
-    _, backward, scores = _kernels()
+    _, backward, scores, _ = _kernels()
     threads = parallel.get_num_threads()
     heads = len(problems.table) * p.kv_heads
     products = p.head_dim + p.v_dim + 32
@@ -319,13 +247,13 @@ def _run_backward(p: AttentionBackwardDescriptor, problems: _Problems, arguments
     count = problems.k_tiles * p.kv_heads
     step = scores.BLOCK_K * p.groups * p.q_length * 2 * products // _ELEMENTS
     parallel.for_ranges(backward.backward_keys, count, parallel.grain(count, step), *arguments)
-    count = problems.q_tiles * p.heads
-    step = scores.BLOCK_Q * p.k_length * 2 * products // _ELEMENTS
+    count = problems.blocks * p.kv_heads
+    step = problems.together * scores.BLOCK_Q * p.k_length * 2 * products // _ELEMENTS
     parallel.for_ranges(backward.backward_queries, count, parallel.grain(count, step), *arguments)
 
 
 def _bias_gradient(p: AttentionBackwardDescriptor, dbias: Array, arguments: tuple[Any, ...]) -> None:
-    _, backward, scores = _kernels()
+    _, backward, scores, _ = _kernels()
     if dbias.size == 0:
         return
     if 0 in p.scores_shape:

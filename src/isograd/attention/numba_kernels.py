@@ -1,22 +1,23 @@
-"""The forward pass of attention on the CPU, and what forward and backward need besides: rows, transposed tiles, delta.
+"""The forward pass of attention on the CPU, and what forward and backward need besides: problems, delta.
 
-A step is a tile of BLOCK_Q queries of one head. It goes through the tiles of keys that it sees in their order, with
-the running maximum and sum of FlashAttention-2. Tiles start at multiples of their size within a sequence, so that a
-row's bits depend on its own sequence alone.
+A step is a few tiles of BLOCK_Q queries each, which read the same head of k and v. It goes through the tiles of keys
+that they see in their order, converts each once for all, and keeps for each tile of queries the running maximum and
+sum of FlashAttention-2. Tiles start at multiples of their size within a sequence, so that a row's bits depend on its
+own sequence alone.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from isograd.attention.numba_product import PADDING, lanes, multiply, multiply_scaled
+from isograd.attention.numba_product import PADDING, advance, lanes, multiply, multiply_scaled
+from isograd.attention.numba_rows import Rows, load_rows, load_transposed, padded, store_rows
 from isograd.attention.numba_scores import (
     BLOCK_K,
     BLOCK_Q,
     Dropout,
     Hidden,
     Place,
-    Rows,
     finish_scores,
     keep_factors,
     key_range,
@@ -29,12 +30,10 @@ from isograd.numerics.numba_memory import (
     empty_work,
     keep_alive,
     load,
-    load_block,
     multiply_part,
     pointer,
     stack_lanes,
     store,
-    store_block,
     work_infinity,
     work_one,
     work_zero,
@@ -52,24 +51,26 @@ from isograd.numerics.numba_sum import (
 from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
 
 # Columns of the table of problems, one row a sequence.
-BATCH, Q_START, Q_LENGTH, K_START, K_LENGTH, OFFSET, Q_TILES, K_TILES = range(8)  # tiles of all sequences before
+BATCH, Q_START, Q_LENGTH, K_START, K_LENGTH, OFFSET = range(6)
+BLOCKS, K_TILES = 6, 7  # for each head of k, of all sequences before: blocks of tiles of queries, tiles of keys
 
 
 class Sizes(NamedTuple):
-    """The sizes that all problems share; v_dim and head_dim are those of q and v, the lines those of padded rows."""
+    """The sizes that all problems share. together: tiles of queries in a block."""
 
     heads: int
     groups: int
     head_dim: int
     v_dim: int
+    together: int
 
 
 class Forward(NamedTuple):
-    """The operands of the forward pass: rows of the work type, keys as `transpose_tiles` leaves them, lse, sinks."""
+    """The operands of the forward pass; lse and sinks are contiguous and of the work type."""
 
     sizes: Sizes
     q: Rows
-    keys: int
+    k: Rows
     v: Rows
     o: Rows
     lse: int
@@ -92,167 +93,111 @@ def find_problem(table, column, tile):
 
 
 @device_function
-def first_tile(problem, sizes, head):
-    """The number of the first transposed tile that a query head reads."""
-    tiles = (problem[K_LENGTH] + BLOCK_K - 1) // BLOCK_K
-    return problem[K_TILES] * (sizes.heads // sizes.groups) + head // sizes.groups * tiles
+def find_block(table, sizes, step):
+    """(problem, head of k, first pair, pairs) of a block; a pair is a tile of queries and a query head.
+
+    Long rows of a causal problem are its last ones; they go first, so that threads end together.
+    """
+    kv_heads = sizes.heads // sizes.groups
+    n = find_problem(table, BLOCKS, step // kv_heads)
+    inner = step - table[n, BLOCKS] * kv_heads
+    first = inner // kv_heads * sizes.together
+    pairs = sizes.groups * ((table[n, Q_LENGTH] + BLOCK_Q - 1) // BLOCK_Q)
+    return n, inner % kv_heads, first, min(pairs - first, sizes.together)
 
 
 @device_function
-def padded(size, width):
-    """A length of rows that holds whole vectors."""
-    return (size + width - 1) // width * width
-
-
-@device_function
-def row_start(rows, batch, head, row):
-    """The offset of a row's first element."""
-    return batch * rows.batch + head * rows.head + row * rows.row
-
-
-@device_function
-def copy_rows(base, offset, row, count, size, out, line, factor):
-    """Copy rows into scratch, each element times a factor."""
-    for r in range(count):
-        for c in range(size):
-            store(out, r * line + c, load(base, offset + r * row + c) * factor)
+def find_pair(problem, sizes, kv_head, pair):
+    """(query head, first row, rows) of a pair."""
+    tiles = (problem[Q_LENGTH] + BLOCK_Q - 1) // BLOCK_Q
+    i = (tiles - 1 - pair // sizes.groups) * BLOCK_Q
+    return kv_head * sizes.groups + pair % sizes.groups, i, min(problem[Q_LENGTH] - i, BLOCK_Q)
 
 
 @kernel
 def forward(like, bias_like, call, numbers, table, start, stop):
-    """Fill o and lse. Steps: tiles of queries, heads within a problem faster. numbers: scale, softcap, dropout."""
-    zero = work_zero(like)
+    """Fill o and lse. Steps: blocks, heads of k within a problem faster. numbers: scale, softcap, dropout."""
+    zero, one = work_zero(like), work_one(like)
     scale, softcap, factor = numbers
     sizes, hidden = call.sizes, call.hidden
+    d, e = sizes.head_dim, sizes.v_dim
     width = lanes(zero)
-    q_line, v_line = padded(sizes.head_dim, width), padded(sizes.v_dim, width)
+    q_line, v_line = padded(d, width), padded(e, width)
     room, block = BLOCK_Q + PADDING, (BLOCK_Q + PADDING) * BLOCK_K
-    scratch = empty_work(room * (q_line + v_line + width + 4) + 2 * block, like)
-    q = pointer(scratch.ctypes.data, zero)
-    acc = pointer(scratch[room * q_line :].ctypes.data, zero)
-    sums = pointer(scratch[room * (q_line + v_line) :].ctypes.data, zero)
-    state = scratch[room * (q_line + v_line + width) :]
-    m, base = pointer(state.ctypes.data, zero), pointer(state[room:].ctypes.data, zero)
-    alpha = pointer(state[2 * room :].ctypes.data, zero)
-    s, other = pointer(state[4 * room :].ctypes.data, zero), pointer(state[4 * room + block :].ctypes.data, zero)
-    q_rows, o_rows, lse = pointer(call.q.address, zero), pointer(call.o.address, zero), pointer(call.lse, zero)
+    own = room * (q_line + v_line + width + 1)  # of a pair: q, acc, sums, m
+    scratch = empty_work(sizes.together * own + 2 * room + 2 * block + BLOCK_K * (2 * q_line + v_line), like)
     scratch[:] = zero
+    q = pointer(scratch.ctypes.data, zero)
+    acc, sums = advance(q, room * q_line), advance(q, room * (q_line + v_line))
+    m = advance(sums, room * width)
+    base = advance(q, sizes.together * own)
+    alpha, s = advance(base, room), advance(base, 2 * room)
+    other, keys = advance(s, block), advance(s, 2 * block)
+    lines, values = advance(keys, BLOCK_K * q_line), advance(keys, 2 * BLOCK_K * q_line)
     for step in range(start, stop):
-        n = find_problem(table, Q_TILES, step // sizes.heads)
+        n, kv_head, first_pair, pairs = find_block(table, sizes, step)
         problem = table[n]
-        # Long rows of a causal problem are its last ones; they go first, so that threads end together.
-        tiles = (problem[Q_LENGTH] + BLOCK_Q - 1) // BLOCK_Q
-        inner = step - problem[Q_TILES] * sizes.heads
-        head, i = inner % sizes.heads, (tiles - 1 - inner // sizes.heads) * BLOCK_Q
         batch, offset = problem[BATCH], problem[OFFSET]
-        rows = min(problem[Q_LENGTH] - i, BLOCK_Q)
-        at = row_start(call.q, batch, head, problem[Q_START] + i)
-        copy_rows(q_rows, at, call.q.row, rows, sizes.head_dim, q, q_line, scale)
-        for x in range(rows * v_line):
-            store(acc, x, zero)
-        for x in range(rows * width):
-            store(sums, x, zero)
-        for r in range(rows):
-            store(m, r, -work_infinity(zero))
-        if call.sinks != 0:
-            sink = load(pointer(call.sinks, zero), head)
+        low, high = problem[K_LENGTH], np.int64(0)
+        for x in range(pairs):
+            head, i, rows = find_pair(problem, sizes, kv_head, first_pair + x)
+            at = x * own
+            load_rows(call.q, batch, head, problem[Q_START] + i, rows, d, advance(q, at), q_line, scale)
+            for c in range(rows * v_line):
+                store(acc, at + c, zero)
+            for c in range(rows * width):
+                store(sums, at + c, zero)
+            sink = load(pointer(call.sinks, zero), head) if call.sinks != 0 else -work_infinity(zero)
             for r in range(rows):
-                store(m, r, sink)
-                store(sums, r * width, work_one(zero) if sink != -work_infinity(zero) else zero)
-        first, last = key_range(hidden, offset, i, rows, problem[K_LENGTH])
-        k_start = first_tile(problem, sizes, head)
-        v_start = row_start(call.v, batch, head // sizes.groups, problem[K_START])
-        for t in range(first, last):
+                store(m, at + r, sink)
+                store(sums, at + r * width, one if sink != -work_infinity(zero) else zero)
+            first, last = key_range(hidden, offset, i, rows, problem[K_LENGTH])
+            if first < last:
+                low, high = min(low, first), max(high, last)
+        for t in range(low, high):
             j = t * BLOCK_K
-            p = Place(batch, n, head, i, rows, j, min(problem[K_LENGTH] - j, BLOCK_K), offset)
-            b = pointer(call.keys + (k_start + t) * sizes.head_dim * BLOCK_K * scratch.itemsize, zero)
-            multiply(q, q_line, 1, rows, b, sizes.head_dim * width, width, p.keys, sizes.head_dim, s, BLOCK_K, alpha)
-            finish_scores(s, other, hidden, bias_like, softcap, p)
-            soften(s, rows, m, base, alpha, sums, zero)
-            if call.dropout.threshold != 0:
-                keep_factors(other, p, sizes.heads, call.dropout, factor)
-                multiply_rows(s, other, rows)
-            b = pointer(call.v.address + (v_start + j * call.v.row) * scratch.itemsize, zero)
-            multiply_scaled(s, BLOCK_K, 1, rows, b, width, call.v.row, sizes.v_dim, p.keys, acc, v_line, alpha)
-        _finish_rows(call, acc, v_line, m, sums, batch, head, problem[Q_START] + i, rows, o_rows, lse, zero)
+            count = min(problem[K_LENGTH] - j, BLOCK_K)
+            load_transposed(call.k, batch, kv_head, problem[K_START] + j, count, d, lines, keys, one)
+            load_rows(call.v, batch, kv_head, problem[K_START] + j, count, e, values, v_line, one)
+            for x in range(pairs):
+                head, i, rows = find_pair(problem, sizes, kv_head, first_pair + x)
+                first, last = key_range(hidden, offset, i, rows, problem[K_LENGTH])
+                if t < first or t >= last:
+                    continue
+                at = x * own
+                p = Place(batch, n, head, i, rows, j, count, offset)
+                multiply(advance(q, at), q_line, 1, rows, keys, q_line * width, width, count, d, s, BLOCK_K, alpha)
+                finish_scores(s, other, hidden, bias_like, softcap, p)
+                soften(s, rows, advance(m, at), base, alpha, advance(sums, at), zero)
+                if call.dropout.threshold != 0:
+                    keep_factors(other, p, sizes.heads, call.dropout, factor)
+                    multiply_rows(s, other, rows)
+                to = advance(acc, at)
+                multiply_scaled(s, BLOCK_K, 1, rows, values, width, v_line, e, count, to, v_line, alpha)
+        for x in range(pairs):
+            head, i, rows = find_pair(problem, sizes, kv_head, first_pair + x)
+            at, row = x * own, problem[Q_START] + i
+            _finish_rows(
+                call, advance(acc, at), v_line, advance(m, at), advance(sums, at), batch, head, row, rows, zero
+            )
+            store_rows(call.o, batch, head, row, rows, e, advance(acc, at), v_line, one)
     keep_alive(scratch)
 
 
 @device_function
-def _finish_rows(call, acc, v_line, m, sums, batch, head, i, rows, o, lse, zero):
-    """Divide by the sums; rows that see nothing are 0."""
+def _finish_rows(call, acc, v_line, m, sums, batch, head, row, rows, zero):
+    """Divide by the sums, and write lse; rows that see nothing are 0."""
     width = lanes(zero)
-    at = row_start(call.o, batch, head, i)
+    lse = pointer(call.lse, zero)
+    at = (batch * call.sizes.heads + head) * call.hidden.q_total + row
     for r in range(rows):
         total = row_total(sums, r, width)
         empty = total == zero
         divisor = total if not empty else work_infinity(zero)
         for c in range(call.sizes.v_dim):
-            store(o, at + r * call.o.row + c, narrow(load(acc, r * v_line + c) / divisor, zero))
+            store(acc, r * v_line + c, load(acc, r * v_line + c) / divisor)
         y = load(m, r) + log(total)
-        store(
-            lse,
-            (batch * call.sizes.heads + head) * call.hidden.q_total + i + r,
-            narrow(y, zero) if not empty else -work_infinity(zero),
-        )
-
-
-# --- preparation -----------------------------------------------------------------------------------------------------
-@kernel
-def transpose_tiles(like, rows, size, heads, out, table, start, stop):
-    """Tiles of BLOCK_K rows as vectors: out[tile, rows // lanes, size, lanes], zero beyond the last row.
-
-    Steps: tiles. Those of a head follow each other, so do the heads of a problem.
-    """
-    zero = work_zero(like)
-    width = lanes(zero)
-    x, y = pointer(rows.address, zero), pointer(out, zero)
-    for step in range(start, stop):
-        n = find_problem(table, K_TILES, step // heads)
-        length = table[n, K_LENGTH]
-        tiles = (length + BLOCK_K - 1) // BLOCK_K
-        inner = step - table[n, K_TILES] * heads
-        j = inner % tiles * BLOCK_K
-        at = row_start(rows, table[n, BATCH], inner // tiles, table[n, K_START] + j)
-        first = step * BLOCK_K * size
-        for group in range(BLOCK_K // width):
-            count = min(max(length - j - group * width, 0), width)
-            to, source = first + group * width * size, at + group * width * rows.row
-            for c in range(size):
-                for r in range(count):
-                    store(y, to + c * width + r, load(x, source + r * rows.row + c))
-                for r in range(count, width):
-                    store(y, to + c * width + r, zero)
-
-
-@kernel
-def widen_rows(like, x, heads, length, x_strides, size, y, line, factor, start, stop):
-    """Rows of an array [B, H, L, D] of any strides, widened, times a factor, in lines whose rest is 0."""
-    zero = work_zero(like)
-    source, out = pointer(x, like), pointer(y, zero)
-    block = stack_lanes(zero)
-    for row in range(start, stop):
-        b, rest = row // (heads * length), row % (heads * length)
-        at = b * x_strides[0] + rest // length * x_strides[1] + rest % length * x_strides[2]
-        load_block(source, at, x_strides[3], size, block)
-        for c in range(size):
-            store(out, row * line + c, load(block, c) * factor)
-        for c in range(size, line):
-            store(out, row * line + c, zero)
-
-
-@kernel
-def narrow_rows(like, y, heads, length, y_strides, size, x, line, factor, start, stop):
-    """Contiguous lines of the work type, times a factor, rounded into rows of an array [B, H, L, D] of any strides."""
-    zero = work_zero(like)
-    source, out = pointer(x, zero), pointer(y, like)
-    block = stack_lanes(zero)
-    for row in range(start, stop):
-        b, rest = row // (heads * length), row % (heads * length)
-        at = b * y_strides[0] + rest // length * y_strides[1] + rest % length * y_strides[2]
-        for c in range(size):
-            store(block, c, load(source, row * line + c) * factor)
-        store_block(out, at, y_strides[3], size, block)
+        store(lse, at + r, narrow(y, zero) if not empty else -work_infinity(zero))
 
 
 # --- delta -----------------------------------------------------------------------------------------------------------

@@ -22,15 +22,6 @@ _THREE, _FOUR = np.uint64(3), np.uint64(4)
 _LAST_WORD = np.uint64(DROPOUT_WORD)
 
 
-class Rows(NamedTuple):
-    """Where the rows of an array [B, H, L, D] are: an address, and strides in elements; the last one is 1."""
-
-    address: int
-    batch: int
-    head: int
-    row: int
-
-
 class Hidden(NamedTuple):
     """What changes scores or hides keys. An address is 0 where there is nothing; strides count elements."""
 

@@ -36,6 +36,15 @@ def _require_like(operation: str, dy: Any, argument: str, x: Any) -> None:
         )
 
 
+def scale(x: NDArray[Any], factor: float, out: NDArray[Any]) -> None:
+    """Write into `out`, in C order, the products of x and a number: it and they in the work type, then rounded."""
+    with default_environment(), np.errstate(all="ignore"):
+        number = np.float64(factor) if x.dtype == np.float64 else np.float32(factor)
+    x = np.ascontiguousarray(x)
+    arguments = (kernel_type(x.dtype), number, address(x), address(out))
+    parallel.for_ranges(numba_kernels.scale, x.size, _GRAIN, *arguments)
+
+
 def exp(x: NDArray[Any]) -> NDArray[Any]:
     """The exponential, at most 1.05 ulp off before the rounding to a 16-bit type."""
     return _run(numba_kernels.exp, require_array("exp", "x", x))

@@ -85,6 +85,18 @@ def _silu_slope(x):
 
 
 @kernel
+def scale(like, factor, x_address, y_address, start, stop):
+    x, y = pointer(x_address, like), pointer(y_address, like)
+    block = stack_block(work_zero(like))
+    for j in range(start, stop, BLOCK):
+        count = min(stop - j, BLOCK)
+        load_block(x, j, 1, count, block)
+        for i in range(count):
+            store(block, i, load(block, i) * factor)
+        store_block(y, j, 1, count, block)
+
+
+@kernel
 def exp(like, x_address, y_address, start, stop):
     x, y = pointer(x_address, like), pointer(y_address, like)
     block = stack_block(work_zero(like))

@@ -10,7 +10,7 @@ import numpy as np
 from isograd import arrays, encoder
 from isograd.errors import InvalidProblemError
 from isograd.fenv import default_environment
-from isograd.losses.reductions import divided, plain
+from isograd.losses.reductions import checked_count, divided, plain
 from isograd.numerics.reference import FORMATS, round_integer
 from isograd.plan import real_number
 
@@ -89,10 +89,17 @@ class LossAccumulator:
             form = FORMATS[np.dtype(self.dtype)]
             return round_integer(units, -QUANTUM_BITS[self.dtype], form)
 
-    def mean(self, count: float) -> Any:
-        """The sum over the count of all micro-batches (or over their weights): RN(total / RN(count))."""
+    def mean(self, count: Any) -> Any:
+        """The sum over the count of all micro-batches (or over their weights): RN(total / RN(count)).
+
+        count: a number, or an array or tensor of one without dimensions.
+        """
+        name = "LossAccumulator.mean"
+        if arrays.is_tensor(count):
+            count = count.detach().cpu()  # as the losses are fetched
+        given = real_number(name, "count", checked_count(name, count, None))
         with default_environment(), np.errstate(over="ignore"):
-            divisor = np.dtype(self.dtype).type(real_number("LossAccumulator.mean", "count", count))
+            divisor = np.dtype(self.dtype).type(given)
         return divided(self.total(), divisor)[()]
 
     def __getstate__(self) -> dict[str, Any]:

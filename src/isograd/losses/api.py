@@ -82,7 +82,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: Reduction = "mean",
-    count: Number | None = None,
+    count: SupportsDLPack | Number | None = None,
     return_gradient: bool = False,
     return_state: bool = False,
     dloss: Any = None,
@@ -98,8 +98,8 @@ def cross_entropy(
     ignore_index: rows with this target have loss and gradient 0. label_smoothing: ε from 0 to 1; the target
     distribution is `(1 - ε) y + ε / classes`. z_loss: z, which adds `z · log(Σ exp x)²`. reduction: "mean", over the
     weights of the targets that are not ignored (probabilities: over the rows), "sum", or "none" for the losses of the
-    rows. count: what the mean divides by instead; with the count of a whole batch the gradients of its parts have the
-    bits that they have in one piece.
+    rows. count: what the mean divides by instead, a number or an array of one without dimensions, which on a GPU is not
+    waited for; with the count of a whole batch the gradients of its parts have the bits that they have in one piece.
 
     return_gradient: return (loss, gradient of the logits), computed in one pass. dloss: the gradient of the loss (1).
     out: where the gradient goes; the logits themselves are accepted, which then hold it. return_state: return (loss,
@@ -173,7 +173,7 @@ def cross_entropy_backward(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: Reduction = "mean",
-    count: Number | None = None,
+    count: SupportsDLPack | Number | None = None,
     out: Any = None,
 ) -> Any:
     """The gradient of cross entropy for the logits: for every row `g ((Σ_j q_j + 2z lse) softmax(x) - q)`.
@@ -248,7 +248,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: Reduction = "mean",
-    count: Number | None = None,
+    count: SupportsDLPack | Number | None = None,
     chunk: int | None = None,
     preference: str | None = None,
     return_gradient: bool = False,

@@ -82,7 +82,7 @@ def problem(operation: str, logits: Any, targets: Any, weight: Any, options: Opt
     ignored = functional.integer(operation, "ignore_index", options.ignore_index)
     smoothing = real_number(operation, "label_smoothing", options.label_smoothing)
     z_loss = real_number(operation, "z_loss", options.z_loss)
-    count = None if options.count is None else real_number(operation, "count", options.count)
+    count = reductions.checked_count(operation, options.count, logits)
     fields = (shape, dtype, target_dtype, axis, weight is not None, ignored, smoothing, z_loss)
     row_shape = shape[:axis] + shape[axis + 1 :]
     given = (operation, logits, targets, weight, fields, row_shape, work, device)

@@ -86,7 +86,7 @@ def problem(
         real_number(operation, "z_loss", options.z_loss),
         0 if options.chunk is None else _chunk(operation, options.chunk),
     )
-    count = None if options.count is None else real_number(operation, "count", options.count)
+    count = reductions.checked_count(operation, options.count, hidden)
     preference = checked_preference(operation, options.preference)
     return LinearProblem(operation, inputs, fields, shape[:-1], work, device, reduction, count, preference)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from isograd import arrays, encoder, functional
-from isograd.errors import InvalidProblemError
+from isograd.errors import DeviceMismatchError, InvalidProblemError
 from isograd.fenv import default_environment
 from isograd.losses.cross_entropy_plans import check_targets
 from isograd.plan import real_number
@@ -28,8 +28,39 @@ def plain(array: Any) -> Any:
     return arrays.numpy_view(array) if arrays.is_tensor(array) and array.is_cpu else array
 
 
-def scalar(value: float, work: str, like: Any) -> Any:
-    """A number of the work type as an array on the device of `like`."""
+def checked_count(operation: str, value: Any, like: Any) -> Any:
+    """What a mean divides by: a number as a float, or None.
+
+    A tensor without dimensions on the GPU of `like` stays one: reading it would wait for the GPU.
+    """
+    if value is None or not (arrays.is_tensor(value) or isinstance(value, np.ndarray)):
+        return None if value is None else real_number(operation, "count", value)
+    if tuple(value.shape) or not _is_real(value):
+        raise InvalidProblemError(
+            f"{operation}: count has shape {tuple(value.shape)} and dtype {value.dtype}; expected a number, or an "
+            "array of numbers without dimensions"
+        )
+    if not on_gpu(value):
+        return float(value.detach() if arrays.is_tensor(value) else value)
+    if not arrays.is_tensor(like) or like.device != value.device:
+        place = like.device if arrays.is_tensor(like) else "cpu"
+        raise DeviceMismatchError(
+            f"{operation}: count is on {value.device} and what is computed on {place}; expected the same or the CPU"
+        )
+    return value.detach()
+
+
+def _is_real(array: Any) -> bool:
+    if arrays.is_tensor(array):
+        return not array.is_complex() and array.dtype is not sys.modules["torch"].bool
+    return array.dtype.kind in "iuf"
+
+
+def scalar(value: Any, work: str, like: Any) -> Any:
+    """A number of the work type as an array on the device of `like`, where a tensor is already."""
+    if arrays.is_tensor(value):
+        torch = sys.modules["torch"]
+        return value.to(torch.float64).to(getattr(torch, work))
     with default_environment(), np.errstate(all="ignore"):
         rounded = np.array(value, work)
     if not on_gpu(like):

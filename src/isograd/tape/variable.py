@@ -13,6 +13,7 @@ from isograd.errors import InvalidProblemError
 from isograd.fenv import default_environment
 from isograd.numerics.reference import narrow, work_dtype
 from isograd.numerics.storage import dtype_name, plain_array
+from isograd.plan import real_number
 from isograd.tape import choice_rules, index_rules, rules
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ def _constant(operation: str, operand: Operand, dtype: np.dtype[Any]) -> NDArray
         # A copy, with canonical NaNs: the caller may overwrite the original before the gradients are computed.
         return narrow(plain_array(operation, "an operand", np.asanyarray(operand)), dtype)
     if isinstance(operand, (int, float)) and not isinstance(operand, bool):
-        return narrow(np.asarray(number(operation, operand), work_dtype(dtype)), dtype)
+        return narrow(np.asarray(real_number(operation, "an operand", operand), work_dtype(dtype)), dtype)
     raise InvalidProblemError(
         f"{operation}: an operand is a {type(operand).__name__}; expected a variable, a NumPy array of dtype {dtype} "
         "or a Python number"
@@ -268,18 +269,10 @@ def apply(rule: Any, *operands: Operand, one_dtype: bool = True, **options: Any)
     return tape._record(value, parents, gradients)
 
 
-def number(operation: str, value: float) -> float:
-    """A Python number in binary64; InvalidProblemError for an integer beyond it."""
-    try:
-        return float(value)
-    except OverflowError:
-        raise InvalidProblemError(f"{operation}: an operand is an integer beyond the range of binary64") from None
-
-
 def power(base: Operand, exponent: Operand, run: Callable[..., Any] = apply) -> Any:
     """One operand to the power of the other, by `run`; a Python number as the exponent stays in binary64."""
     if isinstance(exponent, (int, float)) and not isinstance(exponent, (bool, np.generic)):
-        return run(rules.power, base, exponent=number("power", exponent))
+        return run(rules.power, base, exponent=real_number("power", "an operand", exponent))
     return run(rules.power, base, exponent)
 
 

@@ -7,9 +7,11 @@ from torch import Tensor
 
 from isograd import encoder
 from isograd.errors import InvalidProblemError, UnsupportedError
+from isograd.plan import real_number
 from isograd.torch.ops_gather import GATHER, SCATTER_ADD
 from isograd.torch.ops_router import TOP_K
 from isograd.torch.ops_rows import EMBEDDING, INDEX_ADD, INDEX_SELECT
+from isograd.torch.ops_scaled import SCALED
 from isograd.torch.tensors import checked_index, integer, normalized_dim, refuse, require_dense
 
 
@@ -118,7 +120,8 @@ def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: 
     index = checked_index("index_add", index, "index")
     require_dense("index_add", source, "source")
     if alpha != 1:
-        source = source * alpha
+        factor = torch.full((), real_number("index_add", "alpha", alpha), dtype=torch.float64, device=source.device)
+        source = SCALED(source, factor)
     return INDEX_ADD(input, integer("index_add", "dim", dim), index, source)  # type: ignore[no-any-return]
 
 

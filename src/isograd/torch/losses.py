@@ -9,13 +9,13 @@ from isograd.errors import InvalidProblemError, UnsupportedError
 from isograd.losses import promises
 from isograd.losses.linear_cross_entropy import checked_preference
 from isograd.losses.reductions import checked_reduction
-from isograd.plan import real_number as number
+from isograd.plan import real_number
 from isograd.torch.indexing import enter
 from isograd.torch.ops_cross_entropy import CROSS_ENTROPY
 from isograd.torch.ops_divergence import DISTILLATION_LOSS, KL_DIV
 from isograd.torch.ops_linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from isograd.torch.ops_simplex import GUMBEL_SOFTMAX, SPARSEMAX
-from isograd.torch.tensors import checked_index, integer, refuse, require_dense, require_tensor
+from isograd.torch.tensors import checked_index, integer, refuse, require_count, require_dense, require_tensor
 from isograd.typing import BatchReduction, Reduction
 
 
@@ -33,6 +33,14 @@ def _constant(operation: str, weight: Tensor | None, name: str) -> Tensor | None
     return weight
 
 
+def _count(operation: str, count: Any, operand: Tensor) -> tuple[float | None, Tensor | None]:
+    """What a mean divides by: the number, or the tensor that it is in and stays in."""
+    if count is None or not isinstance(count, Tensor):
+        return None if count is None else real_number(operation, "count", count), None
+    require_count(operation, count, operand.device)
+    return None, count
+
+
 def cross_entropy(
     input: Tensor,  # noqa: A002
     target: Tensor,
@@ -44,7 +52,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     *,
     z_loss: float = 0.0,
-    count: float | None = None,
+    count: float | Tensor | None = None,
 ) -> Tensor:
     """`torch.nn.functional.cross_entropy`, with a z-loss on request.
 
@@ -52,7 +60,8 @@ def cross_entropy(
     target: class indices (int32, int64, uint32 or uint8), or probabilities of input's shape and dtype, which may
     require gradients too. weight: of the classes; gets no gradient. reduction: "mean", "sum" or "none". z_loss: the
     factor of the squared logsumexp that is added to every loss. count: what a mean divides by instead of the weights
-    of the targets, so that parts of a batch have the gradients of the whole.
+    of the targets, so that parts of a batch have the gradients of the whole; a number, or a tensor of one without
+    dimensions on input's device or the CPU, which is not waited for (`num_items_in_batch` of transformers' Trainer).
 
     The loss has input's dtype as in torch (`isograd.cross_entropy` returns float32 for 16 bits); under autocast narrow
     inputs give float32. The gradient of the logits has the bits of `isograd.cross_entropy_backward`. Differentiable
@@ -71,17 +80,19 @@ def cross_entropy(
         target = checked_index(name, target, "target")
     elif ignore_index >= 0:
         raise InvalidProblemError(f"{name}: ignore_index is {ignore_index} for probabilities, which name no class")
+    plain_count, divisor = _count(name, count, input)
     options: tuple[Any, ...] = (
         integer(name, "ignore_index", ignore_index),
-        number(name, "label_smoothing", label_smoothing),
-        number(name, "z_loss", z_loss),
+        real_number(name, "label_smoothing", label_smoothing),
+        real_number(name, "z_loss", z_loss),
         reduction,
-        None if count is None else number(name, "count", count),
+        plain_count,
     )
     checked_reduction(name, reduction)
     weight = _constant(name, weight, "weight")
     dim = 1 if input.dim() > 1 else 0
-    return CROSS_ENTROPY(input, target, weight, dim, *options, _is_narrow(input))[0]  # type: ignore[no-any-return]
+    result = CROSS_ENTROPY(input, target, weight, dim, *options, _is_narrow(input), divisor)
+    return result[0]  # type: ignore[no-any-return]
 
 
 def linear_cross_entropy(
@@ -95,7 +106,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: Reduction = "mean",
-    count: float | None = None,
+    count: float | Tensor | None = None,
     chunk: int | None = None,
     preference: str | None = None,
 ) -> Tensor:
@@ -106,8 +117,11 @@ def linear_cross_entropy(
     loss is in the work type (float32 for 16 bits).
 
     Where a gradient is needed and the losses are reduced, it is computed along with the loss, for a loss gradient of 1,
-    and multiplied by the one that arrives. hidden, weight and bias have gradients; there are no second derivatives.
-    Bits and errors as for `isograd.linear_cross_entropy`.
+    kept in the operands' dtype, and multiplied by the one that arrives. In float16, where such gradients would leave
+    the exponents before a scaled loss brings them back, only the operands are kept: the backward pass computes the
+    logits again, a fourth product, from the gradient that arrives. hidden, weight and bias have gradients; there are no
+    second derivatives. Under autocast the product has autocast's dtype and the loss float32, as with torch's linear and
+    cross_entropy. Bits and errors as for `isograd.linear_cross_entropy`.
     """
     name = "linear_cross_entropy"
     enter(name)
@@ -116,6 +130,7 @@ def linear_cross_entropy(
     targets = checked_index(name, targets, "targets")
     checked_reduction(name, reduction)
     class_weight = _constant(name, class_weight, "class_weight")
+    plain_count, divisor = _count(name, count, hidden)
     differentiated = any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     return LINEAR_CROSS_ENTROPY(  # type: ignore[no-any-return]
         hidden,
@@ -124,13 +139,14 @@ def linear_cross_entropy(
         bias,
         class_weight,
         integer(name, "ignore_index", ignore_index),
-        number(name, "label_smoothing", label_smoothing),
-        number(name, "z_loss", z_loss),
+        real_number(name, "label_smoothing", label_smoothing),
+        real_number(name, "z_loss", z_loss),
         reduction,
-        None if count is None else number(name, "count", count),
+        plain_count,
         None if chunk is None else integer(name, "chunk", chunk),
         checked_preference(name, preference),
         torch.is_grad_enabled() and differentiated and reduction != "none",
+        divisor,
     )[0]
 
 
@@ -182,7 +198,7 @@ def distillation_loss(
     if indices is not None:
         indices = checked_index(name, indices, "indices")
     promises.checked_reduction(name, reduction)
-    scale = number(name, "temperature", temperature)
+    scale = real_number(name, "temperature", temperature)
     return DISTILLATION_LOSS(student, teacher, scale, indices, reduction)  # type: ignore[no-any-return]
 
 
@@ -200,7 +216,7 @@ def gumbel_softmax(
     name = "gumbel_softmax"
     enter(name)
     require_dense(name, logits, "logits")
-    scale = number(name, "tau", tau)
+    scale = real_number(name, "tau", tau)
     words = [promises.checked_integer(name, key, value, 64) for key, value in (("seed", seed), ("offset", offset))]
     words = [word - (1 << 64) if word >> 63 else word for word in words]
     return GUMBEL_SOFTMAX(logits, scale, bool(hard), integer(name, "dim", dim), *words)  # type: ignore[no-any-return]

@@ -2,13 +2,14 @@
 
     cross_entropy(Tensor logits, Tensor targets, Tensor? weight=None, int dim=1, int ignore_index=-100,
                   float label_smoothing=0.0, float z_loss=0.0, str reduction="mean", float? count=None,
-                  bool narrow=False) -> (Tensor, Tensor)
+                  bool narrow=False, Tensor? divisor=None) -> (Tensor, Tensor)
     cross_entropy_backward(Tensor dloss, Tensor logits, Tensor targets, Tensor? weight, Tensor state, int dim,
-                           int ignore_index, float label_smoothing, float z_loss, str reduction, float? count) -> Tensor
+                           int ignore_index, float label_smoothing, float z_loss, str reduction, float? count,
+                           Tensor? divisor=None) -> Tensor
 
-Losses are in the work type; `narrow` rounds that of cross_entropy to the logits'. Its second result is what the
-gradient needs to know of every row. First derivatives for the logits have the library's bits; those for probabilities
-as targets and second ones are written with torch's own sums.
+Losses are in the work type; `narrow` rounds that of cross_entropy to the logits'. `divisor` is a count that lies in a
+tensor. The second result is what the gradient needs to know of every row. First derivatives for the logits have the
+library's bits; those for probabilities as targets and second ones are written with torch's own sums.
 """
 
 from typing import Any
@@ -26,6 +27,7 @@ from isograd.torch.tensors import (
     INDEX_DTYPES,
     empty,
     normalized_dim,
+    require_count,
     require_device,
     require_same_dtype,
     require_storage,
@@ -89,8 +91,10 @@ def _forward_fake(
     reduction: str = "mean",
     count: float | None = None,
     narrow: bool = False,
+    divisor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     rows = _row_shape("cross_entropy", logits, targets, weight, dim, reduction)
+    require_count("cross_entropy", divisor, logits.device)
     work = work_dtype(logits.dtype)
     loss = empty(rows if reduction == "none" else (), logits, logits.dtype if narrow else work)
     return loss, empty((STATE, *rows), logits, work)
@@ -107,10 +111,13 @@ def _forward(
     reduction: str = "mean",
     count: float | None = None,
     narrow: bool = False,
+    divisor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     name = "cross_entropy"
     _row_shape(name, logits, targets, weight, dim, reduction)
-    given = _problem(name, logits, targets, weight, dim, (ignore_index, label_smoothing, z_loss, reduction, count))
+    require_count(name, divisor, logits.device)
+    options = (ignore_index, label_smoothing, z_loss, reduction, count if divisor is None else divisor)
+    given = _problem(name, logits, targets, weight, dim, options)
     losses, state = steps.forward(given)
     loss: Tensor = steps.reduced(given, losses)
     return (loss.to(logits.dtype) if narrow else loss), state
@@ -136,29 +143,30 @@ def _backward(
 ) -> Tensor:
     name = "cross_entropy_backward"
     dlogits = _backward_fake(dloss, logits, targets, weight, state, dim, *options)
-    given = _problem(name, logits, targets, weight, dim, options)
+    count = options[4] if len(options) < 6 or options[5] is None else options[5]
+    given = _problem(name, logits, targets, weight, dim, (*options[:4], count))
     dlosses = steps.row_gradients(given, usable(name, "dloss", dloss).view(dloss.shape))
     steps.backward(given, dlosses, usable(name, "state", state), dlogits)
     return dlogits
 
 
 def _save_forward(node: Any, inputs: Saved, output: tuple[Tensor, Tensor]) -> Saved:
-    logits, targets, weight, node.dim, *node.options, _ = inputs
+    logits, targets, weight, node.dim, *node.options, _, divisor = inputs
     node.dtype = output[0].dtype
     node.mark_non_differentiable(output[1])
-    return logits, targets, weight, output[1]
+    return logits, targets, weight, output[1], divisor
 
 
 def _differentiate_forward(node: Any, saved: Saved, dloss: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
     if dloss is None:
         return (None,)
-    logits, targets, weight, state = saved
+    logits, targets, weight, state, divisor = saved
     g = dloss.to(work_dtype(logits.dtype))
     by_logits = by_targets = None
     if node.needs_input_grad[0]:
-        by_logits = CROSS_ENTROPY_BACKWARD(g, logits, targets, weight, state, node.dim, *node.options)
+        by_logits = CROSS_ENTROPY_BACKWARD(g, logits, targets, weight, state, node.dim, *node.options, divisor)
     if node.needs_input_grad[1]:
-        rows = _Rows(node, logits, targets, weight)
+        rows = _Rows(node, logits, targets, weight, divisor)
         by_targets = rows.back(rows.gradients(g) * rows.factor * -rows.log_p, targets.dtype)
     return by_logits, by_targets
 
@@ -170,8 +178,11 @@ class _Rows:
     target is ignored.
     """
 
-    def __init__(self, node: Any, logits: Tensor, targets: Tensor, weight: Tensor | None) -> None:
+    def __init__(
+        self, node: Any, logits: Tensor, targets: Tensor, weight: Tensor | None, divisor: Tensor | None
+    ) -> None:
         self.ignore_index, smoothing, self.z_loss, self.reduction, self.count = node.options
+        self.given = divisor
         self.dim = node.dim % logits.dim()
         (x,) = wide(logits)
         self.x = x = x.movedim(self.dim, -1)
@@ -196,6 +207,8 @@ class _Rows:
 
     def divisor(self) -> Tensor | float:
         """What a mean divides by."""
+        if self.given is not None:
+            return self.given.to(self.x.dtype)
         if self.count is not None:
             return float(self.count)
         if self.kept is None:
@@ -243,8 +256,8 @@ class _Rows:
 def _push_forward(
     node: Any, saved: Saved, t_logits: Tensor | None, t_targets: Tensor | None, *rest: None
 ) -> tuple[Tensor, None]:
-    logits, targets, weight, _ = saved
-    rows = _Rows(node, logits, targets, weight)
+    logits, targets, weight, _, divisor = saved
+    rows = _Rows(node, logits, targets, weight, divisor)
     t = torch.zeros_like(rows.lse)
     if t_logits is not None:
         t = t + rows.slope(rows.forth(t_logits))
@@ -254,13 +267,13 @@ def _push_forward(
 
 
 def _save_backward(node: Any, inputs: Saved, dlogits: Tensor) -> Saved:
-    *saved, node.dim, node.options = *inputs[:6], inputs[6:]
-    return tuple(saved)
+    *saved, node.dim, node.options, divisor = *inputs[:6], inputs[6:-1], inputs[-1]
+    return (*saved, divisor)
 
 
 def _differentiate_backward(node: Any, saved: Saved, h: Tensor) -> tuple[Tensor | None, ...]:
-    dloss, logits, targets, weight, _ = saved
-    rows = _Rows(node, logits, targets, weight)
+    dloss, logits, targets, weight, _, divisor = saved
+    rows = _Rows(node, logits, targets, weight, divisor)
     t = rows.forth(h)
     by_dloss = by_logits = by_targets = None
     if node.needs_input_grad[0]:
@@ -281,12 +294,12 @@ def _push_backward(
     t_targets: Tensor | None,
     *rest: Tensor | None,
 ) -> Tensor:
-    dloss, logits, targets, weight, state = saved
+    dloss, logits, targets, weight, state, divisor = saved
     t_dloss = torch.zeros_like(dloss) if t_dloss is None else t_dloss
-    total = CROSS_ENTROPY_BACKWARD(t_dloss, logits, targets, weight, state, node.dim, *node.options)
+    total = CROSS_ENTROPY_BACKWARD(t_dloss, logits, targets, weight, state, node.dim, *node.options, divisor)
     if t_logits is None and t_targets is None:
         return total  # type: ignore[no-any-return]
-    rows = _Rows(node, logits, targets, weight)
+    rows = _Rows(node, logits, targets, weight, divisor)
     if t_logits is not None:
         total = total + rows.back(rows.gradients(dloss) * rows.curvature(rows.forth(t_logits)), logits.dtype)
     if t_targets is not None:
@@ -301,13 +314,15 @@ def _autocast(logits: Tensor, targets: Tensor, weight: Tensor | None = None, *op
     (logits,) = wide(logits)
     targets = targets.to(logits.dtype) if targets.is_floating_point() else targets
     weight = None if weight is None else weight.to(logits.dtype)
-    return CROSS_ENTROPY(logits, targets, weight, *options[:6])  # type: ignore[no-any-return]
+    if len(options) > 6:
+        options = (*options[:6], False, *options[7:])
+    return CROSS_ENTROPY(logits, targets, weight, *options)  # type: ignore[no-any-return]
 
 
 CROSS_ENTROPY: define.Operator = define.operator(
     "cross_entropy(Tensor logits, Tensor targets, Tensor? weight=None, int dim=1, int ignore_index=-100, "
-    'float label_smoothing=0.0, float z_loss=0.0, str reduction="mean", float? count=None, bool narrow=False) '
-    "-> (Tensor, Tensor)",
+    'float label_smoothing=0.0, float z_loss=0.0, str reduction="mean", float? count=None, bool narrow=False, '
+    "Tensor? divisor=None) -> (Tensor, Tensor)",
     run=_forward,
     fake=_forward_fake,
     gradient=define.Gradient(_save_forward, _differentiate_forward, _push_forward),
@@ -316,7 +331,8 @@ CROSS_ENTROPY: define.Operator = define.operator(
 )
 CROSS_ENTROPY_BACKWARD: define.Operator = define.operator(
     "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor targets, Tensor? weight, Tensor state, int dim, "
-    "int ignore_index, float label_smoothing, float z_loss, str reduction, float? count) -> Tensor",
+    "int ignore_index, float label_smoothing, float z_loss, str reduction, float? count, "
+    "Tensor? divisor=None) -> Tensor",
     run=_backward,
     fake=_backward_fake,
     gradient=define.Gradient(_save_backward, _differentiate_backward, _push_backward),

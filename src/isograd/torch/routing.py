@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from isograd.errors import InvalidProblemError
-from isograd.plan import MOST_ELEMENTS
-from isograd.plan import real_number as number
+from isograd.plan import MOST_ELEMENTS, real_number
 from isograd.router.descriptors import checked_scoring
 from isograd.torch import ops_moe
 from isograd.torch.indexing import enter
@@ -62,7 +61,7 @@ def moe_router(
         require_dense(name, bias, "bias")
         bias = bias.detach()
     checked_scoring(name, scoring)
-    factor = number(name, "scale", scale)
+    factor = real_number(name, "scale", scale)
     k, groups, group_k = integer(name, "k", k), integer(name, "groups", groups), integer(name, "group_k", group_k)
     return Routing(*MOE_ROUTER(logits, k, scoring, bool(renormalize), bias, groups, group_k, factor))
 

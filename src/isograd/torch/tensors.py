@@ -100,6 +100,22 @@ def require_device(operation: str, **tensors: Tensor | None) -> None:
         raise DeviceMismatchError(f"{operation}: {places}; expected one device")
 
 
+def require_count(operation: str, count: Tensor | None, device: torch.device) -> None:
+    """Raise unless this is None or one number that a mean on the device can be divided by without waiting."""
+    if count is None:
+        return
+    if count.dim() or count.is_complex() or count.dtype is torch.bool or count.requires_grad:
+        raise InvalidProblemError(
+            f"{operation}: count has shape {tuple(count.shape)} and dtype {count.dtype}"
+            f"{' and requires a gradient' if count.requires_grad else ''}; expected a number, or a tensor of one "
+            "without dimensions and gradient"
+        )
+    if not count.is_cpu and count.device != device:
+        raise DeviceMismatchError(
+            f"{operation}: count is on {count.device} and the operands on {device}; expected the same or the CPU"
+        )
+
+
 def require_storage(operation: str, tensor: Tensor, name: str) -> None:
     """Raise unless a tensor, perhaps a fake one, has a storage type."""
     if tensor.dtype not in DTYPES:

@@ -1,0 +1,74 @@
+"""The operator of a product with a number: what no other kernel of the library includes.
+
+    scaled(Tensor input, Tensor factor) -> Tensor
+
+`factor` has one element, which is rounded to the work type first; each product is rounded to it, then to input's dtype.
+On the CPU torch's own product is computed in the caller's rounding mode, and in that in force when torch's threads
+started. Differentiable any number of times.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from isograd import arrays
+from isograd.elementwise import api as elementwise
+from isograd.errors import InvalidProblemError
+from isograd.torch import define
+from isograd.torch.tensors import empty, require_device, require_storage, usable, wide, work_dtype
+
+Saved = tuple[Any, ...]
+
+
+def _scaled_fake(input: Tensor, factor: Tensor) -> Tensor:  # noqa: A002
+    require_device("scaled", input=input, factor=factor)
+    require_storage("scaled", input, "input")
+    if factor.dim() or not factor.is_floating_point():
+        raise InvalidProblemError(
+            f"scaled: factor has shape {tuple(factor.shape)} and dtype {factor.dtype}; expected one number"
+        )
+    return empty(input.shape, input)
+
+
+def _scaled(input: Tensor, factor: Tensor) -> Tensor:  # noqa: A002
+    out = _scaled_fake(input, factor)
+    x = usable("scaled", "input", input).reshape(input.shape)
+    if x.is_cpu:
+        elementwise.scale(arrays.numpy_view(x), factor.item(), arrays.numpy_view(out))
+        return out
+    number = factor.to(work_dtype(x.dtype))
+    if x.dtype is number.dtype:
+        return torch.mul(x, number, out=out)
+    return out.copy_(x.float().mul_(number))
+
+
+def _save(node: Any, inputs: Saved, out: Tensor) -> Saved:
+    x, factor = inputs
+    by_factor = node.needs_input_grad[1] or forward_ad._current_level >= 0
+    return (x if by_factor else None), factor
+
+
+def _differentiate(node: Any, saved: Saved, g: Tensor) -> tuple[Tensor | None, ...]:
+    x, factor = saved
+    by_input = SCALED(g, factor) if node.needs_input_grad[0] else None
+    if not node.needs_input_grad[1]:
+        return by_input, None
+    a, b = wide(g, x)
+    return by_input, (a * b).sum().to(factor.dtype)
+
+
+def _push(node: Any, saved: Saved, t_input: Tensor | None, t_factor: Tensor | None) -> Tensor:
+    x, factor = saved
+    t = torch.zeros_like(x) if t_input is None else SCALED(t_input, factor)
+    return t if t_factor is None else t + SCALED(x, t_factor)
+
+
+SCALED: define.Operator = define.operator(
+    "scaled(Tensor input, Tensor factor) -> Tensor",
+    run=_scaled,
+    fake=_scaled_fake,
+    gradient=define.Gradient(_save, _differentiate, _push),
+    batch=define.one_by_one,
+)
