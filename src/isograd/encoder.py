@@ -207,7 +207,7 @@ class Encoder:
     def _run(self) -> None:
         self._mark_written()
         for plan, _, operands, workspace, _ in self._launches:
-            plan.kernel.launch(plan.descriptor, operands, workspace, None)
+            plan.launch(operands, workspace, None)
 
     def _require_arguments(self) -> None:
         for plan, arguments, _, _, placements in self._launches:

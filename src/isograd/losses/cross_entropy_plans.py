@@ -27,6 +27,7 @@ from isograd.plan import (
     PrecisionGuarantee,
     checked_axis,
     checked_dtype,
+    checked_number,
     checked_shape,
 )
 from isograd.registry import register_kernel
@@ -90,10 +91,10 @@ class _CrossEntropy(Descriptor):
             ignored = operator.index(self.ignore_index)
         except TypeError as error:
             raise InvalidProblemError(f"{name}: ignore_index is {self.ignore_index!r}; expected an integer") from error
-        smoothing = _number(name, "label_smoothing", self.label_smoothing)
+        smoothing = checked_number(name, "label_smoothing", self.label_smoothing)
         if not 0.0 <= smoothing <= 1.0:
             raise InvalidProblemError(f"{name}: label_smoothing is {smoothing}; accepted: 0 to 1")
-        z_loss = _number(name, "z_loss", self.z_loss)
+        z_loss = checked_number(name, "z_loss", self.z_loss)
         if not 0.0 <= z_loss < math.inf:
             raise InvalidProblemError(f"{name}: z_loss is {z_loss}; accepted: finite numbers from 0 on")
         weighted = bool(self.weighted)
@@ -108,12 +109,6 @@ class _CrossEntropy(Descriptor):
         if self.weighted:
             operands.append(Operand("weight", (self.classes,), self.work))
         return operands
-
-
-def _number(name: str, argument: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise InvalidProblemError(f"{name}: {argument} is {value!r}; expected a number")
-    return float(value)
 
 
 @dataclass(frozen=True, slots=True)

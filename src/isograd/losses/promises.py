@@ -2,7 +2,6 @@
 
 import functools
 import math
-import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 from isograd.errors import InvalidProblemError
 from isograd.layout import plan_walk
 from isograd.numerics.storage import kernel_type
-from isograd.plan import ErrorBound, Kernel, KernelSku, PrecisionGuarantee
+from isograd.plan import ErrorBound, Kernel, KernelSku, PrecisionGuarantee, checked_number
 
 REDUCTIONS = ("mean", "batchmean", "sum", "none")
 Shape = tuple[int, ...]
@@ -34,9 +33,7 @@ def checked_flag(operation: str, argument: str, value: Any) -> bool:
 
 def checked_scale(operation: str, argument: str, value: Any, dtype: str) -> float:
     """A temperature as a float that the work type and its reciprocal can hold, or InvalidProblemError."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise InvalidProblemError(f"{operation}: {argument} is {value!r}; it takes a number")
-    number = float(value)
+    number = checked_number(operation, argument, value)
     limit = 2.0**500 if dtype == "float64" else 2.0**60
     if not (math.isfinite(number) and 1 / limit <= number <= limit):
         raise InvalidProblemError(

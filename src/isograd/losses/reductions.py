@@ -12,6 +12,7 @@ from isograd import arrays, encoder, functional
 from isograd.errors import InvalidProblemError
 from isograd.fenv import default_environment
 from isograd.losses.cross_entropy_plans import check_targets
+from isograd.plan import checked_number
 from isograd.reduction import api as sums
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -29,19 +30,17 @@ def plain(array: Any) -> Any:
 
 def number(operation: str, argument: str, value: Any) -> float:
     """A number as a float; InvalidProblemError for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise InvalidProblemError(f"{operation}: {argument} is {value!r}; expected a number")
-    return float(value)
+    return checked_number(operation, argument, value)
 
 
 def scalar(value: float, work: str, like: Any) -> Any:
     """A number of the work type as an array on the device of `like`."""
     with default_environment(), np.errstate(all="ignore"):
         rounded = np.array(value, work)
-    if not on_gpu(like):
-        return rounded
-    torch = sys.modules["torch"]
-    return torch.full((), float(rounded), dtype=getattr(torch, work), device=like.device)
+        if not on_gpu(like):
+            return rounded
+        torch = sys.modules["torch"]
+        return torch.full((), float(rounded), dtype=getattr(torch, work), device=like.device)
 
 
 def converted(array: Any, work: str) -> Any:

@@ -120,7 +120,7 @@ def normal(shape: int | tuple[int, ...], seed: int = 0, stream: int = 0, dtype: 
     with default_environment():
         for part, index in _chunks(flat.size):
             flat[part] = _polar(index, seed, stream)
-    return out.astype(dtype, copy=False)
+        return out.astype(dtype, copy=False)
 
 
 def permutation(count: int, seed: int = 0, stream: int = 0) -> NDArray[np.int64]:
