@@ -4,7 +4,8 @@ u is half an ulp of 1 in the work type, n the number of keys, m that of the quer
 
     e_ij = |scale| (D + 4) u Σ|q k| + 8u |s_ij| + u |bias_ij|          how far a score may be off
     r    = half an ulp of 1 in the storage type where the kernel rounds P and dS to it, else 0
-    t    = 2^-126 (float64: 2^-1022), what a probability loses where it underflows; it enters as P does
+    t    = 2^-126 (float64: 2^-1022), what a probability or a product loses where it underflows; it enters as P, dS and
+           each of the absolute terms of a sum do
 
     o      (expm1(2 max_j e_ij + 16u (1 + max_j |s_ij|) + 2u (n + 16)) + u (n + 8) + r) · Σ P |v|  + ulp/2
     lse    the argument of that expm1 + u |lse|
@@ -14,7 +15,8 @@ u is half an ulp of 1 in the work type, n the number of keys, m that of the quer
     dq     in fixed point also 2^-29 scale for every tile of keys, times R_i c_d of `triton_rows`, which holds for an
            lse that is no less than the logarithm of Σ exp s
 
-The gradients are compared with what `attention_backward` is given: o and lse as they are.
+Where one of the sums of absolute values above overflows, the bound is infinite, for a score that does in its whole row
+or column. The gradients are compared with what `attention_backward` is given: o and lse as they are.
 """
 
 import functools

@@ -43,10 +43,11 @@ def _gumbel_softmax(
             )
             return np.asarray(np.where(np.broadcast_to(close, z.shape) > 1, _WIDE(1), _WIDE(0)))
         y = softmax.oracle_softmax(z, axis) if z.size else z
+        large = (np.isfinite(z) & (np.abs(z) > family._FORMATS[work_name(dtype)][2])).any(axis=axis, keepdims=True)
         shift = delta + np.where(y > 0, y * delta, 0).sum(axis=axis, keepdims=True)
         quanta = z.shape[axis] * 2.0**-bits
         bound = 2 * family.ulp(y, work_name(dtype)) + y * (quanta + np.expm1(np.minimum(shift, 50)))
-        return np.asarray(bound + _rounded(y, dtype))
+        return np.asarray(np.where(large, np.inf, bound + _rounded(y, dtype)))
 
 
 def _gumbel_softmax_backward(dtype: str, dy: Floats, y: Floats, tau: float = 1.0, axis: int = -1) -> Floats:

@@ -89,7 +89,8 @@ def uniform(shape: int | tuple[int, ...], seed: int = 0, stream: int = 0, dtype:
     if bits is None:
         raise InvalidProblemError(f"uniform: dtype is {np.dtype(dtype)}; accepted: float32, float64")
     top = integers(shape, seed, stream) >> np.uint64(64 - bits)
-    return np.asarray(top.astype(np.float64) * 2.0**-bits, dtype)
+    with default_environment():
+        return np.asarray(top.astype(np.float64) * 2.0**-bits, dtype)
 
 
 def _polar(index: NDArray[np.uint64], seed: int, stream: int) -> NDArray[np.float64]:

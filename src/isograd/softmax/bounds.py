@@ -105,7 +105,8 @@ def _log_softmax_backward(dtype: str, dy: Floats, y: Floats, axis: int = -1) -> 
         else:
             # An exp(y) below the smallest normal number is off by up to a spacing of the subnormals, 2η.
             bound = bound + 2 * eta * total
-        return np.where((e * total > largest) | (total > largest) | (np.abs(dx) > _FORMATS[dtype][2]), np.inf, bound)
+        large = (e > largest) | (e * total > largest) | (total > largest)
+        return np.where(large | (np.abs(dx) > _FORMATS[dtype][2]), np.inf, bound)
 
 
 _EVALUATE: dict[str, Callable[..., Floats]] = {
