@@ -28,13 +28,11 @@ from isograd.losses import cross_entropy_reference as reference
 from isograd.losses.cross_entropy_reference import IGNORE_INDEX, Exact
 from isograd.numerics import constants as c
 from isograd.plan import ErrorBound
-from isograd.softmax.bounds import ulp
+from isograd.softmax.bounds import LARGEST, ulp
 
 Floats = NDArray[Any]
 
 _WIDE = np.longdouble
-_LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
-_LARGEST["float64"] = 1.7976931348623157e308
 
 
 class _Work:
@@ -49,7 +47,7 @@ class _Work:
         self.sum = n * _WIDE(2.0) ** -bits
         short_bits = c.SHORT_QUANTUM_BITS if n <= c.SHORT_ROW else c.QUANTUM_BITS
         self.exponentials = n * _WIDE(2.0) ** -(short_bits + 1 if short else bits)
-        self.largest = _WIDE(_LARGEST["float64" if wide else "float32"])
+        self.largest = _WIDE(LARGEST["float64" if wide else "float32"])
 
     def overflows(self, *sizes: Floats) -> Any:
         """Where one of several magnitudes may be rounded to infinity, or is none."""
@@ -165,7 +163,7 @@ def gradient_bound(
         bound = np.moveaxis(kept, -1, axis) + ulp(dx, name) / 2
         large = work.overflows(size + spread.weights, g[:, 0] * size)[:, None] | work.overflows(g * q)
         large = np.moveaxis((large & parts.kept[:, None]).reshape(np.moveaxis(dx, axis, -1).shape), -1, axis)
-        return np.where(large | (np.abs(dx) > _LARGEST[name]), np.inf, bound)
+        return np.where(large | (np.abs(dx) > LARGEST[name]), np.inf, bound)
 
 
 def _both(

@@ -42,12 +42,10 @@ def _reduced(losses: Floats, errors: Floats, reduction: str, dtype: str) -> Floa
     count = ref.divisor(reduction, losses.shape)
     with np.errstate(all="ignore"):
         if reduction == "none":
-            return np.asarray(
-                np.where(np.isfinite(losses) & (np.abs(losses) > family._FORMATS[work][2]), np.inf, errors)
-            )
+            return np.asarray(np.where(np.isfinite(losses) & (np.abs(losses) > family.LARGEST[work]), np.inf, errors))
         value = np.asarray(losses.sum() / _WIDE(count))
         error = np.asarray((errors.sum() + sum_error(losses, work)) / _WIDE(max(count, 1)))
-        overflow = np.isfinite(value) & (np.abs(value) * max(count, 1) > family._FORMATS[work][2])
+        overflow = np.isfinite(value) & (np.abs(value) * max(count, 1) > family.LARGEST[work])
         return np.asarray(np.where(overflow, np.inf, error + family.ulp(value, work)))
 
 
@@ -88,8 +86,9 @@ def _kl_div_backward(
             error = 5 * u * g * (log_p + 2 * d + 2) * (p if log_target else 1) + (4 * eta * g * (d + 1))
             error = error + 2 * eta * d
         error = error + 2 * eta * (1 + p) + family.ulp(dx, dtype) / 2
-        limit = min(family._FORMATS[dtype][2], largest)
-        return np.where(np.isfinite(dx) & (np.abs(dx) > limit), np.inf, error)
+        slope = p if wrt == "input" else (d + 1) * (np.maximum(p, 1) if log_target else 1)
+        large = (slope * (1 + 2.0**-10) > largest) | (np.abs(dx) > family.LARGEST[dtype])
+        return np.where(np.isfinite(dx) & large, np.inf, error)
 
 
 def _delta(z: Floats, temperature: float, u: float, eta: float) -> Floats:
@@ -220,7 +219,7 @@ def _distillation_loss_backward(
             error = error + np.where(log_q_rest[..., None] == -np.inf, 0, rest)
             np.put_along_axis(error, where, np.take_along_axis(error, where, -1) + 3 * u * np.exp(log_p), -1)
         error = g * (error + 8 * eta) + 6 * u * np.abs(dx) + (2 + 2 * temperature) * eta + family.ulp(dx, dtype) / 2
-        large = large | (g > largest) | (np.abs(dx) > family._FORMATS[dtype][2])
+        large = large | (g > largest) | (np.abs(dx) > family.LARGEST[dtype])
         return np.where(np.isfinite(dx) & large, np.inf, error)
 
 

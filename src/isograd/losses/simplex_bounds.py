@@ -43,7 +43,7 @@ def _gumbel_softmax(
             )
             return np.asarray(np.where(np.broadcast_to(close, z.shape) > 1, _WIDE(1), _WIDE(0)))
         y = softmax.oracle_softmax(z, axis) if z.size else z
-        large = (np.isfinite(z) & (np.abs(z) > family._FORMATS[work_name(dtype)][2])).any(axis=axis, keepdims=True)
+        large = (np.isfinite(z) & (np.abs(z) > family.LARGEST[work_name(dtype)])).any(axis=axis, keepdims=True)
         shift = delta + np.where(y > 0, y * delta, 0).sum(axis=axis, keepdims=True)
         quanta = z.shape[axis] * 2.0**-bits
         bound = 2 * family.ulp(y, work_name(dtype)) + y * (quanta + np.expm1(np.minimum(shift, 50)))
@@ -56,7 +56,7 @@ def _gumbel_softmax_backward(dtype: str, dy: Floats, y: Floats, tau: float = 1.0
         inner = family._softmax_backward(work_name(dtype), dy, y, axis)
         dx = gumbel.oracle_gumbel_softmax_backward(dy, y, tau, axis)
         bound = inner * 1.01 / _WIDE(tau) + 4 * u * np.abs(dx) + 2 * eta + family.ulp(dx, dtype) / 2
-        return np.where(np.abs(dx) > family._FORMATS[dtype][2], np.inf, bound)
+        return np.where(np.abs(dx) > family.LARGEST[dtype], np.inf, bound)
 
 
 def _sparsemax(dtype: str, x: Floats, axis: int = -1) -> Floats:
@@ -75,7 +75,7 @@ def _sparsemax_backward(dtype: str, dy: Floats, y: Floats, axis: int = -1) -> Fl
         error = np.expand_dims(sum_error(terms, work_name(dtype), axis), axis) if dy.size else total
         bound = 4 * u * (np.abs(dy.astype(_WIDE)) + total / k) + error / k + family.ulp(dx, dtype) / 2
         bound = np.where(y.astype(_WIDE) > 0, bound, 0)
-        return np.where((total > largest) | (np.abs(dx) > family._FORMATS[dtype][2]), np.inf, bound)
+        return np.where((total > largest) | (np.abs(dx) > family.LARGEST[dtype]), np.inf, bound)
 
 
 _EVALUATE: dict[str, Callable[..., Floats]] = {

@@ -19,10 +19,9 @@ from isograd.plan import ErrorBound
 from isograd.router import oracle
 from isograd.router import reference as definition
 from isograd.softmax import bounds as softmax_bounds
-from isograd.softmax.bounds import ulp
+from isograd.softmax.bounds import LARGEST, ulp
 
 Floats = NDArray[Any]
-_LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
 
 
 class Rough(NamedTuple):
@@ -42,7 +41,7 @@ class _Work:
         self.eta = np.ldexp(np.longdouble(1), -1075 if wide else -150)
         self.bits = c.QUANTUM_BITS + (c.LIMB_SHIFT_64 if wide else 0)
         self.least = -1022 if wide else -126
-        self.largest = 1.7976931348623157e308 if wide else _LARGEST["float32"]
+        self.largest = LARGEST[self.dtype]
 
     def exact(self, value: Any) -> Rough:
         value = np.asarray(value, np.longdouble)
@@ -85,7 +84,7 @@ class _Work:
         if dtype == self.dtype:
             return np.asarray(y.error)
         size = np.abs(y.value) + np.where(np.isfinite(y.error), y.error, 0)
-        return np.where(size > _LARGEST[dtype], np.inf, y.error + ulp(size, dtype) / 2)
+        return np.where(size > LARGEST[dtype], np.inf, y.error + ulp(size, dtype) / 2)
 
 
 def _scores(work: _Work, logits: Floats, scoring: str) -> Rough:
