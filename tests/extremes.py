@@ -75,11 +75,30 @@ def extreme(rng, operation, case, dtype):
         regime = REGIMES[rng.integers(len(REGIMES))] if rng.random() < 0.6 else None
         inputs[name] = array if kept or regime is None else drawn(rng, array.shape, array.dtype.name, regime)
     options = _with_options(rng, operation, case.options)
+    _renewed_state(inputs, options)
+    return Case(case.name, inputs, options)
+
+
+def zeros(seed, operation, dtype):
+    """A small case whose numbers are zeros of both signs for the most part."""
+    rng = np.random.default_rng(seed)
+    listed = small_cases(operation, dtype, 6)
+    case = listed[seed % len(listed)]
+    inputs = dict(case.inputs)
+    for name, array in case.inputs.items():
+        if name not in _KEPT and array.dtype.kind not in "iub":
+            ones = rng.choice([0.0, -0.0, 0.0, -0.0, 1.0, -1.0], array.shape)
+            inputs[name] = store(np.asarray(ones), array.dtype.name)
+    _renewed_state(inputs, case.options)
+    return Case(case.name, inputs, case.options)
+
+
+def _renewed_state(inputs, options):
+    """The state of rows that belongs to changed inputs of cross entropy's gradient."""
     if "state" in inputs:
         forward = {name: a for name, a in inputs.items() if name not in ("state", "dlosses")}
         with np.errstate(all="ignore"):
             inputs["state"] = cross_entropy_reference.cross_entropy(**forward, **options)[1]
-    return Case(case.name, inputs, options)
 
 
 @functools.lru_cache(maxsize=256)

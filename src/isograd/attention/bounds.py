@@ -44,7 +44,7 @@ def _unit(dtype: str) -> float:
 def _bounded(bound: Floats, sizes: Any, dtype: str) -> Floats:
     """The bound, infinite where a sum of absolute values may not fit a dtype, or is no number."""
     room = LARGEST[dtype] * (1 - 2.0**-6)
-    return np.where(np.isnan(bound) | ~(sizes <= room), np.inf, bound)
+    return np.where(np.isnan(bound) | ~(np.maximum(sizes, bound) <= room), np.inf, bound)
 
 
 def _half_ulp(x: Floats, dtype: str) -> Floats:
@@ -74,7 +74,7 @@ class _Scores:
         apart = np.abs(d.q).sum(axis=-1)[..., None] + np.abs(d.k).sum(axis=-1)[:, :, None]
         apart = (1 + scale) * (apart + q.shape[-1])
         self.error = self.error + self.lost * (apart + sizes + options.softcap)
-        sizes = sizes * max(scale, 1)
+        sizes = np.maximum(sizes, np.max(np.abs(d.q), axis=-1, initial=0)[..., None]) * max(scale, 1)
         if options.softcap:
             sizes = np.maximum(sizes, np.maximum(sizes, scale) / options.softcap)
         if inputs.bias is not None:
