@@ -135,7 +135,7 @@ def _moe_router(storage: str, /, logits: Floats, k: int, bias: Any = None, scale
     experts = definition.moe_router(logits, k, bias=bias, **options)[1]
     w = _take(_scores(work, logits, options.get("scoring", "softmax")), experts)
     if options.get("renormalize"):
-        t, total = _renormalized(work, w)
+        t, _ = _renormalized(work, w)
         # Both the exact and the computed quotients lie between 0 and 1, however little is known about the sum.
         w = Rough(t.value, np.minimum(np.where(np.isnan(t.error), np.inf, t.error), 1 + 4 * work.u))
     if scale != 1:
