@@ -16,8 +16,8 @@ u is half an ulp of 1 in the work type, n the number of keys, m that of the quer
            lse that is no less than the logarithm of Σ exp s
 
 Where a score or one of the sums of absolute values above overflows, the bound is infinite: for what belongs to a pair
-of query and key in the query's whole row, and so for all keys. The gradients are compared with what `attention_backward`
-is given: o and lse as they are.
+of query and key in the query's whole row, and so for all keys. The gradients are compared with what
+`attention_backward` is given: o and lse as they are.
 """
 
 import functools
