@@ -14,7 +14,8 @@ An order-free product's own bound is rule 10's. A library's, with K the contract
 (K 2^-22 + s) Σ_k |a_k b_k| + K η + ulp/2, s being 2^-7 where partial sums may be 16 bits wide and 0 else; the sum of
 dbias then has n 2^-22 Σ |G| + ulp/2 in place of n 2^-44 Σ |G| + ulp/2. In float64 it is 2^-51 in place of 2^-22, and
 2^-88 in place of 2^-44. Where 16-bit operands are widened, the logits and their gradient are float32, and their
-bounds with them. Where Σ_k |a_k b_k| of one of the products overflows, the bound is infinite, for a logit in its whole row.
+bounds with them. Where Σ_k |a_k b_k| of one of the products overflows, the bound is infinite, for a logit in its whole
+row.
 """
 
 import functools

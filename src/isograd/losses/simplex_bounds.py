@@ -35,15 +35,16 @@ def _gumbel_softmax(
         noise = np.abs(z - logits.astype(_WIDE))
         delta = np.where(np.isfinite(z), (3 * u * (1 + noise) + 4 * u * np.abs(z)) / _WIDE(tau), 0)
         z = z / _WIDE(tau)
+        large = (np.isfinite(z) & (np.abs(z) > family.LARGEST[work_name(dtype)])).any(axis=axis, keepdims=True)
         if hard:
             # Nothing is said where two elements are closer than they are known.
             top = np.max(z, axis=axis, keepdims=True)
             close = (z + 2 * delta >= top - 2 * np.max(delta, axis=axis, keepdims=True, initial=0)).sum(
                 axis=axis, keepdims=True
             )
-            return np.asarray(np.where(np.broadcast_to(close, z.shape) > 1, _WIDE(1), _WIDE(0)))
+            unsaid = np.where(large, np.inf, np.where(close > 1, _WIDE(1), _WIDE(0)))
+            return np.asarray(np.broadcast_to(unsaid, z.shape))
         y = softmax.oracle_softmax(z, axis) if z.size else z
-        large = (np.isfinite(z) & (np.abs(z) > family.LARGEST[work_name(dtype)])).any(axis=axis, keepdims=True)
         shift = delta + np.where(y > 0, y * delta, 0).sum(axis=axis, keepdims=True)
         quanta = z.shape[axis] * 2.0**-bits
         bound = 2 * family.ulp(y, work_name(dtype)) + y * (quanta + np.expm1(np.minimum(shift, 50)))
