@@ -55,7 +55,7 @@ class _Work:
 
     def vanishes(self, option: float) -> bool:
         """Whether an option is rounded to 0."""
-        return abs(_WIDE(option)) <= self.eta
+        return bool(abs(_WIDE(option)) <= self.eta)
 
 
 class _Spread:
