@@ -6,7 +6,6 @@ import ctypes.util
 import functools
 import hashlib
 import os
-import platform
 import sys
 import textwrap
 import threading
@@ -16,39 +15,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 from choices import thorough
+from modes import MODES, SETTINGS, X86, environment, settings
 
 import isograd as ig
 from isograd import fenv, parallel
 
-X86 = platform.machine().lower() in ("x86_64", "amd64")
 USUAL, OTHERS = (ml_dtypes.bfloat16, np.float32), (np.float16, np.float64)
 each_width = pytest.mark.parametrize("dtypes", [USUAL, thorough(OTHERS)], ids=["usual", "others"])
 
-if X86:  # MXCSR: all exceptions masked, rounding in bits 13 and 14, flush-to-zero 15, denormals-are-zero 6
-    MODES = {"up": 0x5F80, "down": 0x3F80, "toward zero": 0x7F80, "flush": 0x9FC0}
-    SETTINGS = 0xFFC0  # the low bits note exceptions that occurred
-else:  # FPCR: rounding in bits 22 and 23, flush-to-zero 24
-    MODES = {"up": 1 << 22, "down": 2 << 22, "toward zero": 3 << 22, "flush": 1 << 24}
-    SETTINGS = 0x07C00000
-
 
 # --- the floating-point environment ---------------------------------------------------------------------------------
-def settings():
-    control = fenv.enter()
-    fenv.leave(control)
-    return control & SETTINGS
-
-
-@contextlib.contextmanager
-def environment(mode):
-    previous = fenv.enter()
-    fenv.leave(MODES[mode])
-    try:
-        yield
-    finally:
-        fenv.leave(previous)
-
-
 @functools.cache
 def calls(*dtypes):
     """Functions that compute something everywhere near the limits, in the caller's thread and in several."""
@@ -74,52 +50,9 @@ def digest(*dtypes):
     return total.hexdigest()
 
 
-def work(dtype):
-    return np.float64 if dtype is np.float64 else np.float32
-
-
-def options(dtypes):
-    """Calls whose options are numbers that the work type rounds."""
-    rng = np.random.default_rng(61)
-    made = []
-    for dtype in dtypes:
-        x, other = (rng.standard_normal((20, 30)).astype(dtype) for _ in range(2))
-        weight, bias = rng.standard_normal((5, 30)).astype(dtype), rng.standard_normal(5).astype(dtype)
-        targets, few = rng.integers(0, 30, 20), rng.integers(0, 5, 20)
-        gradient = {"return_gradient": True, "dloss": 0.1}
-        made += [
-            (ig.cross_entropy, (x, targets), {"label_smoothing": 0.3, "z_loss": 0.1, "count": 3.3} | gradient),
-            (ig.cross_entropy, (x, targets), {"dloss": 1e-39, "return_gradient": True, "reduction": "sum"}),
-            (ig.linear_cross_entropy, (x, weight, few, bias), {"label_smoothing": 0.3, "z_loss": 0.1} | gradient),
-            (ig.distillation_loss, (x, other, 0.3), {}),
-            (ig.distillation_loss_backward, (np.ones((), work(dtype)), x, other, 0.3), {}),
-            (ig.gumbel_softmax, (x, 0.7), {"seed": 1}),
-            (ig.gumbel_softmax_backward, (other, ig.softmax(x), 0.7), {}),
-            (ig.moe_router, (x, 3), {"scale": 0.1, "renormalize": True}),
-        ]
-    return made
-
-
 @pytest.fixture
 def two_threads(restore_threads):
     ig.set_num_threads(2)  # drops the pool: its threads start again, under the environment of the next call
-
-
-@each_width
-@pytest.mark.parametrize("mode", MODES)
-def test_options_are_rounded_under_the_default_environment(mode, dtypes):
-    made = options(dtypes)
-
-    def results():
-        found = []
-        for function, arguments, keywords in made:
-            result = function(*arguments, **keywords)
-            found += [np.asarray(a).tobytes() for a in (result if isinstance(result, tuple) else (result,))]
-        return found
-
-    expected = results()
-    with environment(mode):
-        assert results() == expected
 
 
 @pytest.mark.usefixtures("two_threads")

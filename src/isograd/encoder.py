@@ -88,7 +88,7 @@ class _Launch(NamedTuple):
         """Compute on the current contents of the arguments."""
         for source, target in self.conversions:
             target[...] = source
-        self.plan.kernel.launch(self.plan.descriptor, self.operands, self.workspace, None)
+        self.plan.launch(self.operands, self.workspace, None)
 
 
 class Encoder:

@@ -19,6 +19,7 @@ import numpy as np
 
 from isograd import arrays, encoder, memory, registry
 from isograd.errors import UnsupportedError
+from isograd.fenv import default_environment
 from isograd.plan import Descriptor, Plan
 from isograd.plan import integer as integer
 
@@ -33,7 +34,8 @@ def _selected(plan_type: Any, descriptor: Descriptor, device: str, preference: s
 def plan(plan_type: type[P], descriptor: Descriptor, device: str = "cpu", preference: str | None = None) -> P:
     """The plan for a descriptor, selected once. Its fields have to be hashable and plain: see `integer`."""
     key: Any = plan_type
-    selected: P = _selected(key, descriptor, device, preference, registry.generation())
+    with default_environment():  # a cache compares numbers: with subnormals flushed they would equal zero
+        selected: P = _selected(key, descriptor, device, preference, registry.generation())
     return selected
 
 

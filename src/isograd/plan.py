@@ -27,6 +27,7 @@ from isograd.errors import (
     UnsupportedError,
     WorkspaceTooSmallError,
 )
+from isograd.fenv import default_environment
 
 MAX_RANK = 8
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -47,7 +48,8 @@ class ErrorBound:
 
     def __call__(self, **inputs: Any) -> Any:
         """Evaluate the bound for given inputs."""
-        return self.evaluate(**inputs)
+        with default_environment():
+            return self.evaluate(**inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,10 @@ def real_number(operation: str, argument: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidProblemError(f"{operation}: {argument} is {value!r}; expected a number")
     try:
-        return float(value)
+        if isinstance(value, (int, float)):
+            return float(value)  # by Python, exactly as ever
+        with default_environment():  # by the processor
+            return float(value)
     except OverflowError:
         raise InvalidProblemError(f"{operation}: {argument} is beyond the range of floats; expected a number") from None
 
@@ -200,7 +205,10 @@ class Kernel(ABC):
 
     @abstractmethod
     def launch(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any, stream: Any) -> None:
-        """Compute. Arguments are checked already: shapes, dtypes, device, overlap."""
+        """Compute, under the default floating-point environment.
+
+        Arguments are checked already: shapes, dtypes, device, overlap.
+        """
 
 
 class Plan:
@@ -243,7 +251,8 @@ class Plan:
                 f"{cls.__name__}.select: descriptor is {type(descriptor).__name__}; "
                 f"expected {cls.descriptor_type.__name__}"
             )
-        checked = descriptor.validated()
+        with default_environment():
+            checked = descriptor.validated()
         return cls(checked, device, registry.find_kernel(checked, device, preference))
 
     def __repr__(self) -> str:
@@ -276,7 +285,16 @@ class Plan:
             return
         operands = self.check(arguments, workspace, stream)
         self.mark_written(arguments)
-        self.kernel.launch(self.descriptor, operands, workspace, stream)
+        self.launch(operands, workspace, stream)
+
+    def launch(self, operands: Mapping[str, Any], workspace: Any, stream: Any) -> None:
+        """Let the kernel compute on checked operands.
+
+        The caller's thread is under the default floating-point environment meanwhile, so that what a kernel does in
+        Python and NumPy before and after its compiled code is as exact as that.
+        """
+        with default_environment():
+            self.kernel.launch(self.descriptor, operands, workspace, stream)
 
     def check(self, arguments: Mapping[str, Any], workspace: Any = None, stream: Any = None) -> Mapping[str, Any]:
         """What `run` checks before it computes; returns the operands as the kernel takes them."""

@@ -4,7 +4,8 @@ u is half an ulp of 1 in the work type, n the number of keys, m that of the quer
 
     e_ij = |scale| (D + 4) u Σ|q k| + 8u |s_ij| + u |bias_ij|          how far a score may be off
     r    = half an ulp of 1 in the storage type where the kernel rounds P and dS to it, else 0
-    t    = 2^-126 (float64: 2^-1022), what a probability loses where it underflows; it enters as P does
+    t    = 2^-126 (float64: 2^-1022), what a probability or a product loses where it underflows; it enters as P, dS and
+           each of the absolute terms of a sum do
 
     o      (expm1(2 max_j e_ij + 16u (1 + max_j |s_ij|) + 2u (n + 16)) + u (n + 8) + r) · Σ P |v|  + ulp/2
     lse    the argument of that expm1 + u |lse|
@@ -14,7 +15,9 @@ u is half an ulp of 1 in the work type, n the number of keys, m that of the quer
     dq     in fixed point also 2^-29 scale for every tile of keys, times R_i c_d of `triton_rows`, which holds for an
            lse that is no less than the logarithm of Σ exp s
 
-The gradients are compared with what `attention_backward` is given: o and lse as they are.
+Where a score or one of the sums of absolute values above overflows, the bound is infinite: for what belongs to a pair
+of query and key in the query's whole row, and so for all keys. The gradients are compared with what
+`attention_backward` is given: o and lse as they are.
 """
 
 import functools
@@ -27,7 +30,7 @@ from isograd.attention.options import AttentionOptions
 from isograd.attention.reference import AttentionGradients, Floats, Inputs
 from isograd.numerics import reference as ref
 from isograd.plan import ErrorBound
-from isograd.softmax.bounds import ulp
+from isograd.softmax.bounds import LARGEST, ulp
 
 # Half an ulp of 1, and half of the smallest subnormal, where probabilities are stored in 16 bits.
 _NARROWED = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}
@@ -37,6 +40,12 @@ _UNDERFLOW = {"float64": 2.0**-1022}
 
 def _unit(dtype: str) -> float:
     return 2.0**-53 if dtype == "float64" else 2.0**-24
+
+
+def _bounded(bound: Floats, sizes: Any, dtype: str) -> Floats:
+    """The bound, infinite where a sum of absolute values may not fit a dtype, or is no number."""
+    room = LARGEST[dtype] * (1 - 2.0**-6)
+    return np.where(np.isnan(bound) | ~(np.maximum(sizes, bound) <= room), np.inf, bound)
 
 
 def _half_ulp(x: Floats, dtype: str) -> Floats:
@@ -53,17 +62,28 @@ class _Scores:
         self.dtype = q.dtype.name
         self.u = u = _unit(self.dtype)
         self.narrowing, self.tiny = _NARROWED.get(self.dtype, (0.0, 0.0)) if narrowed else (0.0, 0.0)
-        self.tiny += _UNDERFLOW.get(self.dtype, 2.0**-126)
+        self.lost = _UNDERFLOW.get(self.dtype, 2.0**-126)
+        self.tiny += self.lost
+        self.work = "float64" if self.dtype == "float64" else "float32"
         self.options = options = options.validated("attention", q.shape[-1])
         self.dense = d = reference.dense(q, k, v, options, inputs, first)
         self.seen = d.scores > -np.inf
         self.scores = np.where(self.seen, d.scores, 0)
         sizes = np.abs(d.q) @ np.swapaxes(np.abs(d.k), 2, 3)
-        self.error = abs(options.scale or 0) * (q.shape[-1] + 4) * u * sizes + 8 * u * np.abs(self.scores)
+        scale = abs(options.scale or 0)
+        self.error = scale * (q.shape[-1] + 4) * u * sizes + 8 * u * np.abs(self.scores)
+        apart = np.abs(d.q).sum(axis=-1)[..., None] + np.abs(d.k).sum(axis=-1)[:, :, None]
+        apart = (1 + scale) * (apart + q.shape[-1])
+        self.error = self.error + self.lost * (apart + sizes + options.softcap)
+        sizes = np.maximum(sizes, np.max(np.abs(d.q), axis=-1, initial=0)[..., None]) * max(scale, 1)
+        if options.softcap:
+            sizes = np.maximum(sizes, np.maximum(sizes, scale) / options.softcap)
         if inputs.bias is not None:
             bias = np.abs(np.asarray(inputs.bias).astype(np.float64))
             self.error = self.error + u * np.where(np.isfinite(bias), bias, 0)
+            sizes = sizes + np.where(np.isfinite(bias), bias, 0)
         self.error = np.where(self.seen, self.error, 0)
+        self.sizes = sizes
 
 
 def _dense_forward(s: _Scores, inputs: Inputs) -> tuple[Floats, Floats]:
@@ -76,10 +96,13 @@ def _dense_forward(s: _Scores, inputs: Inputs) -> tuple[Floats, Floats]:
     weights = np.abs(d.keep * d.probabilities())
     sizes = weights @ np.abs(d.v)
     relative = np.expm1(exponent) + u * (n + 8) + s.narrowing
-    of_o = relative[..., None] * sizes + s.tiny * (s.seen * d.keep) @ np.abs(d.v)
+    of_all = (s.seen * d.keep) @ np.abs(d.v)
+    of_o = relative[..., None] * sizes + s.tiny * of_all + s.lost * (2 * n + 1) * np.max(d.keep, initial=1)
     of_o = of_o + _half_ulp((d.keep * d.probabilities()) @ d.v, s.dtype)
     lse = np.where(np.isfinite(d.lse), np.abs(d.lse), 0)
-    return of_o, exponent + u * lse
+    most = np.max(s.sizes, axis=-1, initial=0)
+    of_o = _bounded(_bounded(of_o, np.maximum(of_all, most[..., None]), s.work), sizes, s.dtype)
+    return of_o, _bounded(exponent + u * lse, most, s.work)
 
 
 def _forward(
@@ -115,12 +138,16 @@ def _dense_backward(
     of_p = np.expm1(s.error + 8 * u * (1 + np.abs(s.scores) + bent))
     products = np.abs(do) @ np.swapaxes(np.abs(d.v), 2, 3)
     dp = d.keep * products
-    of_dp = u * (d.v.shape[3] + 4) * dp
+    apart = np.abs(do).sum(axis=-1)[..., None] + np.abs(d.v).sum(axis=-1)[:, :, None]
+    of_dp = u * (d.v.shape[3] + 4) * dp + s.lost * (2 * d.v.shape[3] + 1 + apart) * np.maximum(d.keep, 1)
     rows = np.abs(o * do).sum(axis=-1) + (0 if dlse is None else np.abs(dlse))
     size = dp + rows[..., None]
     of_ds = p * (of_p * size + (1 + of_p) * (of_dp + 4 * u * rows[..., None]) + 4 * u * size)
-    of_ds = of_ds + s.tiny * s.seen * size
     ds = p * size
+    of_ds = of_ds + s.tiny * s.seen * (size + 1)
+    # A tile's hidden keys, whose probabilities are 0, are multiplied by what overflows for the others.
+    within = np.maximum.reduce([*np.broadcast_arrays(ds, p, size, products, s.sizes)])
+    of_ds = _bounded(of_ds, within.max(axis=-1, keepdims=True, initial=0), s.work)
     groups = s.scores.shape[1] // heads if heads else 1
     inner = ds * np.abs(d.slope)
     of_inner = of_ds * np.abs(d.slope)
@@ -132,28 +159,44 @@ def _dense_backward(
     def carried(error: Floats, sizes: Floats, terms: int) -> Floats:
         return np.asarray(error + (u * (terms + 4) + s.narrowing) * (sizes + error) + s.tiny * s.seen)
 
+    def through(
+        error: Floats, sizes: Floats, factor: Floats, scale: float, turned: bool = False
+    ) -> tuple[Floats, Floats]:
+        """The bound of a product and the sum of its absolute terms, which may be formed before or after the scale."""
+        terms = queries if turned else keys
+        error = carried(error, sizes, terms)
+        if turned:
+            error, sizes = np.swapaxes(error, 2, 3), np.swapaxes(sizes, 2, 3)
+        lost = s.lost * (1 + (1 + scale) * (terms + sizes.sum(axis=-1, keepdims=True)))
+        return scale * (error @ factor) + lost, max(scale, 1) * (sizes @ factor)
+
     weights = d.keep * p
-    of_dq = scale * (carried(of_inner, inner, keys) @ np.abs(d.k))
-    of_dk = scale * (np.swapaxes(carried(of_inner, inner, queries), 2, 3) @ np.abs(d.q))
-    of_dv = np.swapaxes(carried(weights * of_p, weights, queries), 2, 3) @ np.abs(do)
-    of_dk, of_dv = reference.grouped(of_dk, heads), reference.grouped(of_dv, heads)
+    of_weights = np.where(np.isfinite(of_ds), weights * of_p, np.inf)
+    of_dq, in_dq = through(of_inner, inner, np.abs(d.k), scale)
+    of_dk, in_dk = through(of_inner, inner, np.abs(d.q), scale, turned=True)
+    of_dv, in_dv = through(of_weights, weights, np.abs(do), 1.0, turned=True)
+    of_dk, in_dk, of_dv, in_dv = (reference.grouped(x, heads) for x in (of_dk, in_dk, of_dv, in_dv))
     of_dbias = of_dsinks = None
     if inputs.bias is not None:
         axes = tuple(axis for axis in range(4) if np.shape(inputs.bias)[axis] == 1)
         terms = s.scores.size / max(exact.dbias.size, 1)
         of_dbias = (of_ds + u * (terms + 4) * (ds + of_ds)).sum(axis=axes, keepdims=True)
         of_dbias = of_dbias + _half_ulp(exact.dbias, inputs.bias.dtype.name)
+        of_dbias = _bounded(of_dbias, ds.sum(axis=axes, keepdims=True), inputs.bias.dtype.name)
     if inputs.sinks is not None:
         sinks = inputs.sinks.astype(np.float64)[:, None]
         share = np.exp(sinks - np.where(lse == -np.inf, np.inf, lse))
         size = np.where(np.isfinite(sinks), np.abs(sinks), 0)
         relative = np.expm1(8 * u * (1 + size + bent[..., 0])) + u * (share[:, 0].size + 8)
-        of_dsinks = ((share * relative + s.tiny) * rows).sum(axis=(0, 2))
+        of_rows = s.lost * (d.v.shape[3] + 1)
+        of_dsinks = (share * relative * rows + s.tiny * (rows + 1) + share * of_rows).sum(axis=(0, 2))
         of_dsinks = of_dsinks + _half_ulp(exact.dsinks, inputs.sinks.dtype.name)
+        within = np.maximum(share * rows, np.maximum(share, rows)).sum(axis=(0, 2))
+        of_dsinks = _bounded(of_dsinks, within, inputs.sinks.dtype.name)
     return AttentionGradients(
-        of_dq + _half_ulp(exact.dq, s.dtype),
-        of_dk + _half_ulp(exact.dk, s.dtype),
-        of_dv + _half_ulp(exact.dv, s.dtype),
+        _bounded(of_dq + _half_ulp(exact.dq, s.dtype), in_dq, s.dtype),
+        _bounded(of_dk + _half_ulp(exact.dk, s.dtype), in_dk, s.dtype),
+        _bounded(of_dv + _half_ulp(exact.dv, s.dtype), in_dv, s.dtype),
         of_dbias,
         of_dsinks,
     )
@@ -222,7 +265,9 @@ def _delta(narrowed: bool, o: Floats, do: Floats) -> Floats:
         products = o.astype(np.longdouble) * do.astype(np.longdouble)
         terms, total = np.abs(products), products.sum(axis=-1)
         of_sum = o.shape[-1] * (quanta * terms.max(axis=-1, initial=0) + np.ldexp(np.longdouble(1), tiny))
-        return np.asarray(u * terms.sum(axis=-1) + of_sum + ulp(total, work) * 0.51, np.longdouble)
+        bound = np.asarray(u * terms.sum(axis=-1) + of_sum + ulp(total, work) * 0.51, np.longdouble)
+        large = np.isfinite(total) & (np.maximum(terms.max(axis=-1, initial=0), np.abs(total) + bound) > LARGEST[work])
+        return np.where(large, np.inf, bound)
 
 
 _EVALUATE: dict[str, Any] = {"attention": _forward, "attention_backward": _backward, "attention_delta": _delta}

@@ -164,6 +164,7 @@ class AttentionDescriptor(Descriptor):
         sinks_dtype = self.sinks_dtype
         if sinks_dtype is not None:
             sinks_dtype = checked_dtype(name, sinks_dtype, floats, "the sinks' dtype")
+        options = self.options.validated(name, head_dim, work_type(dtype))
         return replace(
             self,
             batch=batch,
@@ -174,7 +175,7 @@ class AttentionDescriptor(Descriptor):
             head_dim=head_dim,
             v_dim=v_dim,
             dtype=dtype,
-            options=self.options.validated(name, head_dim, work_type(dtype)),
+            options=replace(options, scale=(options.scale or 0.0) + 0.0),  # one zero: kept plans of both are equal
             bias_shape=bias_shape,
             bias_dtype=bias_dtype,
             mask_shape=mask_shape,

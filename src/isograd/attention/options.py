@@ -10,10 +10,14 @@ from typing import Any, Self
 import numpy as np
 
 from isograd.errors import InvalidProblemError
+from isograd.fenv import default_environment
 from isograd.plan import real_number
 
 # The least and the largest normal number of a work type.
 _RANGES = {"float32": (2.0**-126, (2 - 2.0**-23) * 2.0**127), "float64": (2.0**-1022, math.ldexp(2 - 2.0**-52, 1023))}
+
+# Of every head dimension there is: rounded when this module is loaded, not in whatever mode a call finds.
+_SCALES = tuple([1 / math.sqrt(head_dim) for head_dim in range(1, 257)])
 
 ALIGNMENTS = ("lower_right", "upper_left")
 DROPOUT_WORD = 0x6174746E  # the last word of the counters of dropout: no other random stream uses it
@@ -63,7 +67,7 @@ class AttentionOptions:
         dropout_p = real_number(operation, "dropout_p", self.dropout_p)
         if not 0 <= dropout_p < 1:
             raise InvalidProblemError(f"{operation}: dropout_p is {dropout_p}; accepted: from 0 to below 1")
-        scale = 1 / math.sqrt(head_dim) if self.scale is None else real_number(operation, "scale", self.scale)
+        scale = _default_scale(head_dim) if self.scale is None else real_number(operation, "scale", self.scale)
         if not -most <= scale <= most:
             raise InvalidProblemError(f"{operation}: scale is {scale}; expected a finite number of {work}")
         seed = self.seed
@@ -96,7 +100,12 @@ class AttentionOptions:
     @property
     def dropout_factor(self) -> float:
         """What kept probabilities are multiplied by."""
-        return 1 / (1 - self.dropout_p)
+        with default_environment():
+            return 1 / (1 - self.dropout_p)
+
+
+def _default_scale(head_dim: int) -> float:
+    return _SCALES[head_dim - 1] if head_dim <= len(_SCALES) else 1 / math.sqrt(head_dim)
 
 
 def _window(operation: str, window: Any) -> Window:

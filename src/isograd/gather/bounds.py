@@ -16,12 +16,9 @@ from numpy.typing import NDArray
 from isograd.gather import reference as ref
 from isograd.numerics import constants as c
 from isograd.plan import ErrorBound
-from isograd.softmax.bounds import ulp
+from isograd.softmax.bounds import LARGEST, ulp
 
 Array = NDArray[Any]
-
-_LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
-_LARGEST_64 = 1.7976931348623157e308
 
 
 def _copy(dtype: str, **inputs: Any) -> Array:
@@ -61,9 +58,7 @@ def _scatter(
             bound = bound + ulp(result, work) / 2
         if dtype != work:
             bound = bound + ulp(result + bound, dtype) / 2
-        largest = _LARGEST.get(dtype, _LARGEST_64)
-        sums = _LARGEST.get(work, _LARGEST_64)
-        return np.where((total + bound > sums) | (result + bound > largest), np.inf, bound)
+        return np.where((total + bound > LARGEST[work]) | (result + bound > LARGEST[dtype]), np.inf, bound)
 
 
 def _backward(dtype: str, dv: Array, indices: Array, shape: tuple[int, ...], axis: int = -1, **options: Any) -> Array:

@@ -1,7 +1,8 @@
 """The error bounds that plans of divergences promise, as formulas that can be evaluated.
 
 u is half an ulp of 1 in the work type, q the quantum of a sum, n the classes, k the teacher's best ones; δ is what the
-scaling by 1 / T, which is exact for powers of two, leaves of the logits: 3u |z|.
+scaling by 1 / T, which is exact for powers of two, leaves of the logits: 3u |z|. η, half of the smallest subnormal, is
+added for every product. Where a result or an intermediate term overflows, the bound is infinite.
 """
 
 import functools
@@ -41,12 +42,10 @@ def _reduced(losses: Floats, errors: Floats, reduction: str, dtype: str) -> Floa
     count = ref.divisor(reduction, losses.shape)
     with np.errstate(all="ignore"):
         if reduction == "none":
-            return np.asarray(
-                np.where(np.isfinite(losses) & (np.abs(losses) > family._FORMATS[work][2]), np.inf, errors)
-            )
+            return np.asarray(np.where(np.isfinite(losses) & (np.abs(losses) > family.LARGEST[work]), np.inf, errors))
         value = np.asarray(losses.sum() / _WIDE(count))
         error = np.asarray((errors.sum() + sum_error(losses, work)) / _WIDE(max(count, 1)))
-        overflow = np.isfinite(value) & (np.abs(value) * max(count, 1) > family._FORMATS[work][2])
+        overflow = np.isfinite(value) & (np.abs(value) * max(count, 1) > family.LARGEST[work])
         return np.asarray(np.where(overflow, np.inf, error + family.ulp(value, work)))
 
 
@@ -87,14 +86,15 @@ def _kl_div_backward(
             error = 5 * u * g * (log_p + 2 * d + 2) * (p if log_target else 1) + (4 * eta * g * (d + 1))
             error = error + 2 * eta * d
         error = error + 2 * eta * (1 + p) + family.ulp(dx, dtype) / 2
-        limit = min(family._FORMATS[dtype][2], largest)
-        return np.where(np.isfinite(dx) & (np.abs(dx) > limit), np.inf, error)
+        slope = p if wrt == "input" else (d + 1) * (np.maximum(p, 1) if log_target else 1)
+        large = (slope * (1 + 2.0**-10) > largest) | (np.abs(dx) > family.LARGEST[dtype])
+        return np.where(np.isfinite(dx) & large, np.inf, error)
 
 
-def _delta(z: Floats, temperature: float, u: float) -> Floats:
-    """What the scaled logits are off by; nothing where the scaling is exact."""
+def _delta(z: Floats, temperature: float, u: float, eta: float) -> Floats:
+    """What the scaled logits are off by; nothing where the scaling is exact, unless they are subnormal."""
     exact = math.frexp(temperature)[0] == 0.5
-    return np.where(np.isfinite(z) & (not exact), 3 * u * np.abs(z), 0)
+    return np.where(np.isfinite(z), (0 if exact else 3 * u * np.abs(z)) + (0 if temperature == 1 else eta), 0)
 
 
 def _mean(p: Floats, values: Floats) -> Floats:
@@ -106,13 +106,17 @@ class _Rows:
     """Rows of scaled logits: the exact distribution and how far off its parts are."""
 
     def __init__(self, logits: Floats, temperature: float, dtype: str) -> None:
-        u, bits, _, _ = family._work(dtype)
+        u, bits, eta, largest = family._work(dtype)
         n = logits.shape[-1]
         z = logits.astype(_WIDE) / _WIDE(temperature)
         self.log_p = ref._oracle_log_softmax(z)
         self.p = np.exp(self.log_p)
-        delta = _delta(z, temperature, u)
+        delta = _delta(z, temperature, u, eta)
         m = np.abs(np.max(z, axis=-1, keepdims=True, initial=-np.inf))
+        # Where a logit, or its distance from the largest, overflows.
+        finite = np.isfinite(z)
+        spread = np.max(np.where(finite, np.abs(z), 0), axis=-1, keepdims=True, initial=0)
+        self.large = (2 * spread > largest)[..., 0]
         self.shift = delta + _mean(self.p, delta)  # of a log-probability, by the scaling
         self.log_error = self.shift + 2 * n * 2.0**-bits + u * (0.35 + 0.1 * math.log(max(n, 1))) + 8 * u * u * m
         # Half an ulp for the last rounding, 1.0 u for the exponential and 0.3 u for the sum.
@@ -171,13 +175,15 @@ def _distillation_loss(
             return _reduced(losses, losses, reduction, dtype)
         if indices is None:
             terms, errors = _row_terms(dtype, student, teacher, temperature)
+            large = _Rows(student, temperature, dtype).large | _Rows(teacher, temperature, dtype).large
         else:
             terms, errors = _top_terms(dtype, student, teacher, indices, temperature)
+            large = _Rows(student, temperature, dtype).large
         losses = _WIDE(temperature) ** 2 * terms.sum(-1)
         error = _WIDE(temperature) ** 2 * (errors.sum(-1) + sum_error(terms, work_name(dtype), -1))
         exact = math.frexp(temperature)[0] == 0.5
         error = error + family.ulp(losses, work_name(dtype)) / 2 + (0 if exact else 4.1 * u * np.abs(losses))
-        return _reduced(losses, np.where(np.isfinite(losses), error, 0), reduction, dtype)
+        return _reduced(losses, np.where(np.isfinite(losses), np.where(large, np.inf, error), 0), reduction, dtype)
 
 
 def _distillation_loss_backward(
@@ -189,7 +195,7 @@ def _distillation_loss_backward(
     temperature: float = 1.0,
     reduction: str = "batchmean",
 ) -> Floats:
-    u, _, eta, _ = family._work(dtype)
+    u, _, eta, largest = family._work(dtype)
     if student.size == 0:
         return student.astype(_WIDE)
     with np.errstate(all="ignore"):
@@ -197,10 +203,10 @@ def _distillation_loss_backward(
         count = 1 if reduction == "none" else ref.divisor(reduction, student.shape[:-1])
         g = np.abs(np.broadcast_to(dloss, student.shape[:-1]).astype(_WIDE))[..., None] * _WIDE(temperature) / count
         s = _Rows(student, temperature, dtype)
-        error = s.p * s.relative
+        error, large = s.p * s.relative, s.large[..., None]
         if indices is None:
             t = _Rows(teacher, temperature, dtype)
-            error = error + t.p * t.relative
+            error, large = error + t.p * t.relative, large | t.large[..., None]
         else:
             log_p, _, p_rest, log_q_rest = ref.oracle_rest(student, teacher, indices, temperature)
             share = np.where(s.p > 0, np.exp(s.log_p - log_q_rest[..., None]), 0)
@@ -212,8 +218,9 @@ def _distillation_loss_backward(
             np.put_along_axis(rest, where, 3 * u * np.exp(log_p), -1)
             error = error + np.where(log_q_rest[..., None] == -np.inf, 0, rest)
             np.put_along_axis(error, where, np.take_along_axis(error, where, -1) + 3 * u * np.exp(log_p), -1)
-        error = g * (error + 8 * eta) + 6 * u * np.abs(dx) + 2 * eta + family.ulp(dx, dtype) / 2
-        return np.where(np.isfinite(dx) & (np.abs(dx) > family._FORMATS[dtype][2]), np.inf, error)
+        error = g * (error + 8 * eta) + 6 * u * np.abs(dx) + (2 + 2 * temperature) * eta + family.ulp(dx, dtype) / 2
+        large = large | (g > largest) | (np.abs(dx) > family.LARGEST[dtype])
+        return np.where(np.isfinite(dx) & large, np.inf, error)
 
 
 _EVALUATE: dict[str, Callable[..., Floats]] = {

@@ -205,7 +205,7 @@ def _row_loss(
         own = load(weight, target)
         loss = own * (zero - log_probability(x_target, m, top, middle, rest, like))
         value = loss if mode == HARD else keep * loss + spread * value
-        total = total_keep * own + total_spread
+        total = own if mode == HARD else total_keep * own + total_spread
     return value, total
 
 

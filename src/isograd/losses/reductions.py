@@ -63,10 +63,10 @@ def scalar(value: Any, work: str, like: Any) -> Any:
         return value.to(torch.float64).to(getattr(torch, work))
     with default_environment(), np.errstate(all="ignore"):
         rounded = np.array(value, work)
-    if not on_gpu(like):
-        return rounded
-    torch = sys.modules["torch"]
-    return torch.full((), float(rounded), dtype=getattr(torch, work), device=like.device)
+        if not on_gpu(like):
+            return rounded
+        torch = sys.modules["torch"]
+        return torch.full((), float(rounded), dtype=getattr(torch, work), device=like.device)
 
 
 def converted(array: Any, work: str) -> Any:

@@ -35,18 +35,20 @@ def _gumbel_softmax(
         noise = np.abs(z - logits.astype(_WIDE))
         delta = np.where(np.isfinite(z), (3 * u * (1 + noise) + 4 * u * np.abs(z)) / _WIDE(tau), 0)
         z = z / _WIDE(tau)
+        large = (np.isfinite(z) & (np.abs(z) > family.LARGEST[work_name(dtype)])).any(axis=axis, keepdims=True)
         if hard:
             # Nothing is said where two elements are closer than they are known.
             top = np.max(z, axis=axis, keepdims=True)
             close = (z + 2 * delta >= top - 2 * np.max(delta, axis=axis, keepdims=True, initial=0)).sum(
                 axis=axis, keepdims=True
             )
-            return np.asarray(np.where(np.broadcast_to(close, z.shape) > 1, _WIDE(1), _WIDE(0)))
+            unsaid = np.where(large, np.inf, np.where(close > 1, _WIDE(1), _WIDE(0)))
+            return np.asarray(np.broadcast_to(unsaid, z.shape))
         y = softmax.oracle_softmax(z, axis) if z.size else z
         shift = delta + np.where(y > 0, y * delta, 0).sum(axis=axis, keepdims=True)
         quanta = z.shape[axis] * 2.0**-bits
         bound = 2 * family.ulp(y, work_name(dtype)) + y * (quanta + np.expm1(np.minimum(shift, 50)))
-        return np.asarray(bound + _rounded(y, dtype))
+        return np.asarray(np.where(large, np.inf, bound + _rounded(y, dtype)))
 
 
 def _gumbel_softmax_backward(dtype: str, dy: Floats, y: Floats, tau: float = 1.0, axis: int = -1) -> Floats:
@@ -55,7 +57,7 @@ def _gumbel_softmax_backward(dtype: str, dy: Floats, y: Floats, tau: float = 1.0
         inner = family._softmax_backward(work_name(dtype), dy, y, axis)
         dx = gumbel.oracle_gumbel_softmax_backward(dy, y, tau, axis)
         bound = inner * 1.01 / _WIDE(tau) + 4 * u * np.abs(dx) + 2 * eta + family.ulp(dx, dtype) / 2
-        return np.where(np.abs(dx) > family._FORMATS[dtype][2], np.inf, bound)
+        return np.where(np.abs(dx) > family.LARGEST[dtype], np.inf, bound)
 
 
 def _sparsemax(dtype: str, x: Floats, axis: int = -1) -> Floats:
@@ -74,7 +76,7 @@ def _sparsemax_backward(dtype: str, dy: Floats, y: Floats, axis: int = -1) -> Fl
         error = np.expand_dims(sum_error(terms, work_name(dtype), axis), axis) if dy.size else total
         bound = 4 * u * (np.abs(dy.astype(_WIDE)) + total / k) + error / k + family.ulp(dx, dtype) / 2
         bound = np.where(y.astype(_WIDE) > 0, bound, 0)
-        return np.where((total > largest) | (np.abs(dx) > family._FORMATS[dtype][2]), np.inf, bound)
+        return np.where((total > largest) | (np.abs(dx) > family.LARGEST[dtype]), np.inf, bound)
 
 
 _EVALUATE: dict[str, Callable[..., Floats]] = {

@@ -275,9 +275,10 @@ def forward(
         lse = top + (middle + bottom)
     loss = 0.0 - rows.log_softmax_output(x_target, top, middle, bottom, short)
     loss = own * loss
-    total = tl.load(numbers_ptr + 4) * own + tl.load(numbers_ptr + 5)
+    total = own
 
     if MODE != HARD:
+        total = tl.load(numbers_ptr + 4) * own + tl.load(numbers_ptr + 5)
         most = tl.zeros((BLOCK // GROUP, ROWS, GROUP // V, V), work)
         least = tl.zeros((BLOCK // GROUP, ROWS, GROUP // V, V), work)
         q_most = tl.zeros((BLOCK // GROUP, ROWS, GROUP // V, V), work)

@@ -12,6 +12,7 @@ from isograd.attention.options import AttentionOptions
 from isograd.attention.plans import AttentionBackwardPlan, AttentionDeltaPlan, AttentionPlan
 from isograd.attention.problem import sizes
 from isograd.errors import InvalidProblemError, UnsupportedError
+from isograd.fenv import default_environment
 from isograd.gather.plans import (
     TakeAlongAxisBackwardDescriptor,
     TakeAlongAxisBackwardPlan,
@@ -35,7 +36,8 @@ def _require_array(operation: str, argument: str, value: Any) -> None:
 def _computed(plan_type: Any, descriptor: Any, **inputs: Any) -> Any:
     plan = functional.plan(plan_type, descriptor, "mlx")
     kernel: Any = plan.kernel
-    results = kernel.evaluate(plan.descriptor, inputs)
+    with default_environment():
+        results = kernel.evaluate(plan.descriptor, inputs)
     return results[0] if len(results) == 1 else results
 
 

@@ -186,13 +186,15 @@ def matmul_error_bound(a: Floats, b: Floats) -> Floats:
         "float32": (2.0**-24, 2.0**-150),
         "float64": (2.0**-53, 2.0**-1074),
     }[a.dtype.name]
-    c = np.abs(matmul(a, b).astype(np.float64))
-    with np.errstate(all="ignore"):
-        rows = np.max(np.abs(a.astype(np.float64)), axis=-1, initial=0.0)
-        columns = np.max(np.abs(b.astype(np.float64)), axis=max(b.ndim - 2, 0), initial=0.0)
+    product = matmul(a, b)
+    with default_environment(), np.errstate(all="ignore"):
+        # Two factors far apart: what their product is made of may leave the range of binary64 on the way.
+        c = np.abs(product.astype(np.longdouble))
+        rows = np.max(np.abs(a.astype(np.longdouble)), axis=-1, initial=0)
+        columns = np.max(np.abs(b.astype(np.longdouble)), axis=max(b.ndim - 2, 0), initial=0)
         if a.ndim > 1 and b.ndim > 1:
             rows, columns = rows[..., :, None], columns[..., None, :]
         level = 2.0**-67 if a.dtype == np.float64 else 2.0**-50
         # A 16-bit result passes through binary32, which makes half an ulp a little longer.
         bound = a.shape[-1] * level * rows * columns + half_ulp * (1 + 2.0**-8) * c + tiny
-        return np.where(np.isfinite(c), bound, np.inf)
+        return np.where(np.isfinite(c), bound, np.inf).astype(np.float64)

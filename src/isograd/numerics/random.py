@@ -89,7 +89,8 @@ def uniform(shape: int | tuple[int, ...], seed: int, stream: int = 0, dtype: Any
     if bits is None:
         raise InvalidProblemError(f"uniform: dtype is {np.dtype(dtype)}; accepted: float32, float64")
     top = integers(shape, seed, stream) >> np.uint64(64 - bits)
-    return np.asarray(top.astype(np.float64) * 2.0**-bits, dtype)
+    with default_environment():
+        return np.asarray(top.astype(np.float64) * 2.0**-bits, dtype)
 
 
 def _polar(index: NDArray[np.uint64], seed: int, stream: int) -> NDArray[np.float64]:
@@ -120,7 +121,7 @@ def normal(shape: int | tuple[int, ...], seed: int, stream: int = 0, dtype: Any 
     with default_environment():
         for part, index in _chunks(flat.size):
             flat[part] = _polar(index, seed, stream)
-    return out.astype(dtype, copy=False)
+        return out.astype(dtype, copy=False)
 
 
 def permutation(count: int, seed: int, stream: int = 0) -> NDArray[np.int64]:

@@ -30,7 +30,8 @@ def _reduce(operation: str, x: NDArray[Any], axis: Axes, keepdims: bool) -> NDAr
     terms = np.ascontiguousarray(x.transpose(kept + axes))
     count = math.prod(x.shape[d] for d in axes)
     out = np.empty(shape, x.dtype)
-    divisor = work_dtype(x.dtype)(count if operation == "mean" else 1)
+    with default_environment():
+        divisor = work_dtype(x.dtype)(count if operation == "mean" else 1)
     grain = builtins.max(_GRAIN // builtins.max(count, 1), 1)
     parallel.for_ranges(
         numba_kernels.sum_rows, out.size, grain, kernel_type(x.dtype), address(terms), address(out), count, divisor

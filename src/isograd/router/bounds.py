@@ -19,10 +19,9 @@ from isograd.plan import ErrorBound
 from isograd.router import oracle
 from isograd.router import reference as definition
 from isograd.softmax import bounds as softmax_bounds
-from isograd.softmax.bounds import ulp
+from isograd.softmax.bounds import LARGEST, ulp
 
 Floats = NDArray[Any]
-_LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
 
 
 class Rough(NamedTuple):
@@ -42,7 +41,7 @@ class _Work:
         self.eta = np.ldexp(np.longdouble(1), -1075 if wide else -150)
         self.bits = c.QUANTUM_BITS + (c.LIMB_SHIFT_64 if wide else 0)
         self.least = -1022 if wide else -126
-        self.largest = 1.7976931348623157e308 if wide else _LARGEST["float32"]
+        self.largest = LARGEST[self.dtype]
 
     def exact(self, value: Any) -> Rough:
         value = np.asarray(value, np.longdouble)
@@ -51,7 +50,8 @@ class _Work:
     def rounded(self, value: Any, error: Any, tiny: bool = True) -> Rough:
         size = np.abs(value) + error
         error = error + self.u * size + (self.eta if tiny else 0)
-        return Rough(value, np.where(size > self.largest, np.inf, error))
+        # An infinite error times an exact zero is not known either.
+        return Rough(value, np.where((size > self.largest) | (np.isnan(error) & np.isfinite(value)), np.inf, error))
 
     def mul(self, a: Rough, b: Rough) -> Rough:
         error = np.abs(a.value) * b.error + np.abs(b.value) * a.error + a.error * b.error
@@ -76,14 +76,15 @@ class _Work:
         _, exponent = np.frexp(np.where(np.isfinite(top), top, 1))
         q = np.ldexp(np.ones_like(top), np.maximum(exponent - 1, self.least) - self.bits)
         error = terms.error.sum(axis=-1, keepdims=True) + terms.value.shape[-1] * q / 2
-        return self.rounded(terms.value.sum(axis=-1, keepdims=True), np.where(np.isfinite(top), error, np.inf))
+        total = self.rounded(terms.value.sum(axis=-1, keepdims=True), np.where(np.isfinite(top), error, np.inf))
+        return Rough(total.value, np.where(top == 0, 0, total.error))  # zeros are added exactly
 
     def stored(self, y: Rough, dtype: str) -> Floats:
         """The error after rounding to a storage type."""
         if dtype == self.dtype:
             return np.asarray(y.error)
         size = np.abs(y.value) + np.where(np.isfinite(y.error), y.error, 0)
-        return np.where(size > _LARGEST[dtype], np.inf, y.error + ulp(size, dtype) / 2)
+        return np.where(size > LARGEST[dtype], np.inf, y.error + ulp(size, dtype) / 2)
 
 
 def _scores(work: _Work, logits: Floats, scoring: str) -> Rough:
@@ -95,14 +96,16 @@ def _scores(work: _Work, logits: Floats, scoring: str) -> Rough:
 
 
 def _renormalized(work: _Work, w: Rough) -> tuple[Rough, Rough]:
-    """The renormalized weights and their sum."""
+    """The renormalized weights and their sum; weights that are all 0 stay so."""
     total = work.sum(w)
-    return work.div(w, total), total
+    t, nothing = work.div(w, total), (total.value == 0) & (total.error == 0)
+    return Rough(np.where(nothing, 0, t.value), np.where(nothing, 0, t.error)), total
 
 
 def _renormalized_gradient(work: _Work, dt: Rough, w: Rough) -> Rough:
     t, total = _renormalized(work, w)
-    return work.div(work.sub(dt, work.sum(work.mul(dt, t))), total)
+    dw, nothing = work.div(work.sub(dt, work.sum(work.mul(dt, t))), total), (total.value == 0) & (total.error == 0)
+    return Rough(np.where(nothing, 0, dw.value), np.where(nothing, 0, dw.error))
 
 
 def _take(s: Rough, experts: Floats) -> Rough:
@@ -132,9 +135,9 @@ def _moe_router(storage: str, /, logits: Floats, k: int, bias: Any = None, scale
     experts = definition.moe_router(logits, k, bias=bias, **options)[1]
     w = _take(_scores(work, logits, options.get("scoring", "softmax")), experts)
     if options.get("renormalize"):
-        t, total = _renormalized(work, w)
+        t, _ = _renormalized(work, w)
         # Both the exact and the computed quotients lie between 0 and 1, however little is known about the sum.
-        w = Rough(t.value, np.minimum(np.where(total.value > 0, t.error, np.inf), 1 + 4 * work.u))
+        w = Rough(t.value, np.minimum(np.where(np.isnan(t.error), np.inf, t.error), 1 + 4 * work.u))
     if scale != 1:
         w = work.mul(w, work.exact(ref.FORMATS[np.dtype(work.dtype)].dtype(scale)))
     return w.error, None
@@ -253,7 +256,7 @@ def _router_z_loss_backward(storage: str, /, dloss: Floats, logits: Floats) -> A
     x = logits.reshape(-1, logits.shape[-1])
     z = _logsumexp(work, x)
     tokens = work.rounded(np.longdouble(len(x)), 0, tiny=False)
-    factor = work.div(work.mul(Rough(2 * z.value, 2 * z.error), work.exact(dloss)), tokens)
+    factor = work.div(work.mul(work.add(z, z), work.exact(dloss)), tokens)
     dx = work.mul(Rough(factor.value[:, None], factor.error[:, None]), _scores(work, x, "softmax"))
     return work.stored(dx, storage).reshape(logits.shape)
 

@@ -16,6 +16,7 @@ from isograd.plan import (
     checked_dtype,
     checked_shape,
     integer,
+    real_number,
 )
 
 SCORINGS = ("softmax", "sigmoid")
@@ -43,10 +44,7 @@ def _checked_scale(operation: str, scale: Any, dtype: str = "float64") -> float:
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) < _LARGEST[work]:
         kind = "finite number" if work == "float64" else "number that is finite in float32"
         raise InvalidProblemError(f"{operation}: scale is {scale!r}; expected a {kind}")
-    try:
-        return float(scale)
-    except OverflowError as error:
-        raise InvalidProblemError(f"{operation}: scale is beyond float64; expected a finite number") from error
+    return real_number(operation, "scale", scale) + 0.0  # one zero: kept plans of both are equal
 
 
 def checked_options(operation: str, scoring: Any, renormalize: Any, scale: Any) -> None:

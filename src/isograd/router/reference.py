@@ -96,7 +96,7 @@ def moe_router(
     if renormalize:
         weights = _renormalize(weights)
     if scale != 1:
-        weights = ref.narrow(weights * s.dtype.type(scale), s.dtype)
+        weights = ref.narrow(weights * s.dtype.type(scale + 0.0), s.dtype)
     return weights, experts
 
 
@@ -112,7 +112,7 @@ def moe_router_backward(
     """The gradient of the logits. Should an expert occur twice in a token, its last occurrence counts."""
     s = scores(logits, scoring)
     with np.errstate(all="ignore"):
-        g = dweights * s.dtype.type(scale) if scale != 1 else dweights
+        g = dweights * s.dtype.type(scale + 0.0) if scale != 1 else dweights
         if renormalize:
             g = _renormalize_backward(g, np.take_along_axis(s, experts, -1))
         chosen, dy = np.zeros(s.shape, bool), np.zeros_like(s)

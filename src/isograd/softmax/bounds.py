@@ -25,6 +25,7 @@ _FORMATS = {
     "float32": (24, -126, 3.4028234663852886e38),
     "float64": (53, -1022, 1.7976931348623157e308),
 }
+LARGEST = {dtype: limits[2] for dtype, limits in _FORMATS.items()}
 
 
 def ulp(x: Floats, dtype: str) -> Floats:
@@ -38,8 +39,8 @@ def _work(dtype: str) -> tuple[float, int, Any, float]:
     """(u, bits of the quantum, η, largest finite number) of the work type."""
     if dtype == "float64":
         # 2**-1075 needs a wider type than binary64; where there is none, so does the error it bounds.
-        return 2.0**-53, c.QUANTUM_BITS + c.LIMB_SHIFT_64, np.ldexp(np.longdouble(1), -1075), _FORMATS["float64"][2]
-    return 2.0**-24, c.QUANTUM_BITS, 2.0**-150, _FORMATS["float32"][2]
+        return 2.0**-53, c.QUANTUM_BITS + c.LIMB_SHIFT_64, np.ldexp(np.longdouble(1), -1075), LARGEST["float64"]
+    return 2.0**-24, c.QUANTUM_BITS, 2.0**-150, LARGEST["float32"]
 
 
 def _exponential_error(n: int, dtype: str) -> float:
@@ -69,7 +70,7 @@ def _log_softmax(dtype: str, x: Floats, axis: int = -1) -> Floats:
         bound = ulp(y, dtype) / 2 + _SHORT_RELATIVE * np.abs(y) + quanta
     else:
         bound = 2 * ulp(y, dtype) + quanta
-    return np.where(np.abs(y) > _FORMATS[dtype][2], np.inf, bound)
+    return np.where(np.abs(y) > LARGEST[dtype], np.inf, bound)
 
 
 def _sum_bound(terms: Floats, dtype: str, axis: int) -> Floats:
@@ -90,7 +91,7 @@ def _softmax_backward(dtype: str, dy: Floats, y: Floats, axis: int = -1) -> Floa
         dx = ref.oracle_softmax_backward(dy, y, axis)
         bound = 4 * u * a * (b + total) + a * (_sum_bound(a * b, dtype, axis) + y.shape[axis] * eta)
         bound = bound + ulp(dx, dtype) / 2
-        return np.where((b + total > largest) | (np.abs(dx) > _FORMATS[dtype][2]), np.inf, bound)
+        return np.where((b + total > largest) | (np.abs(dx) > LARGEST[dtype]), np.inf, bound)
 
 
 def _log_softmax_backward(dtype: str, dy: Floats, y: Floats, axis: int = -1) -> Floats:
@@ -105,7 +106,8 @@ def _log_softmax_backward(dtype: str, dy: Floats, y: Floats, axis: int = -1) -> 
         else:
             # An exp(y) below the smallest normal number is off by up to a spacing of the subnormals, 2η.
             bound = bound + 2 * eta * total
-        return np.where((e * total > largest) | (total > largest) | (np.abs(dx) > _FORMATS[dtype][2]), np.inf, bound)
+        large = (e > largest) | (e * total > largest) | (total > largest)
+        return np.where(large | (np.abs(dx) > LARGEST[dtype]), np.inf, bound)
 
 
 _EVALUATE: dict[str, Callable[..., Floats]] = {

@@ -74,7 +74,8 @@ class Variable:
 
     def item(self) -> float:
         """The only element as a Python float."""
-        return float(self._value.item())
+        with default_environment():
+            return float(self._value.item())
 
     def __repr__(self) -> str:
         return f"Variable({self._value!r})"
