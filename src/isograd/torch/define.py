@@ -122,7 +122,9 @@ def _node(op: Any, gradient: Gradient) -> Any:
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            gradients = differentiate(ctx, ctx.saved_tensors, *grads)
+            # Which torch's modes may be on in, unlike in forward: `use()` for one, or a default device.
+            with torch._C.DisableTorchFunction():
+                gradients = differentiate(ctx, ctx.saved_tensors, *grads)
             return gradients + padding[len(gradients)]
 
         @staticmethod
