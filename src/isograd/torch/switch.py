@@ -103,9 +103,13 @@ class Switch(TorchFunctionMode):
     def _count(self, function: str, replaced: bool, reason: str = "") -> None:
         if torch.compiler.is_compiling():
             self._count_traced(function, replaced, reason)
-            return
-        with _lock:
-            self._counts[function, replaced, reason] += 1
+        elif replaced or not self._comes_again():
+            with _lock:
+                self._counts[function, replaced, reason] += 1
+
+    def _comes_again(self) -> bool:
+        """Whether what is passed on meets this switch once more, which was entered in its own block."""
+        return self in _get_current_function_mode_stack()
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _count_traced(self, function: str, replaced: bool, reason: str) -> None:
@@ -124,11 +128,10 @@ class Switch(TorchFunctionMode):
     # Not to be compiled by itself where torch.compile meets it outside of a graph: calls would be counted once.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _handle_eagerly(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if self in _get_current_function_mode_stack():  # entered again: one of both counts
-            return func(*args, **kwargs)
         if isinstance(func, OpOverload) and func.namespace == "isograd":
-            with _lock:
-                self._operators[func.name()] += 1
+            if not self._comes_again():
+                with _lock:
+                    self._operators[func.name()] += 1
         elif func in OPENED_BACKWARDS and all(map(is_plain, types)):
             with self:
                 return OPENED_BACKWARDS[func](*args, **kwargs)
