@@ -66,11 +66,18 @@ def moe_router(
     return Routing(*MOE_ROUTER(logits, k, scoring, bool(renormalize), bias, groups, group_k, factor))
 
 
+def _number_of_experts(operation: str, num_experts: int) -> int:
+    count = integer(operation, "num_experts", num_experts)
+    if count < 0:
+        raise InvalidProblemError(f"{operation}: num_experts is {count}; it is not negative")
+    return count
+
+
 def expert_counts(experts: Tensor, num_experts: int) -> Tensor:
     """How many entries every expert has: [num_experts], int64; arguments and errors as `isograd.expert_counts`."""
     enter("expert_counts")
     experts = checked_index("expert_counts", experts, "experts")
-    count = integer("expert_counts", "num_experts", num_experts)
+    count = _number_of_experts("expert_counts", num_experts)
     return ops_moe.EXPERT_COUNTS(experts, count)  # type: ignore[no-any-return]
 
 
@@ -78,7 +85,7 @@ def expert_permutation(experts: Tensor, num_experts: int) -> Permutation:
     """Sort entries by expert, stably: (order, offsets); arguments and errors as `isograd.expert_permutation`."""
     enter("expert_permutation")
     experts = checked_index("expert_permutation", experts, "experts")
-    count = integer("expert_permutation", "num_experts", num_experts)
+    count = _number_of_experts("expert_permutation", num_experts)
     return Permutation(*ops_moe.EXPERT_PERMUTATION(experts, count))
 
 

@@ -12,6 +12,7 @@ from torch._dynamo.eval_frame import skip_code
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._contextlib import context_decorator
+from torch.utils.checkpoint import checkpoint
 
 from isograd.errors import DeviceMismatchError, IndexOutOfRangeError, InvalidProblemError, UnsupportedError
 from isograd.torch import checkpoints
@@ -122,8 +123,17 @@ class Switch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():
+            if func is checkpoint:  # which reaches modes while it is traced only, and would trace its function without
+                return func(self._entered(args[0]), *args[1:], **(kwargs or {}))
             return self._handle(func, args, kwargs or {})
         return self._handle_eagerly(func, types, args, kwargs or {})
+
+    def _entered(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return call
 
     # Not to be compiled by itself where torch.compile meets it outside of a graph: calls would be counted once.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
