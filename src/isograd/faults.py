@@ -74,7 +74,7 @@ class named:  # noqa: N801 - a block
         if self.at is not None:
             rest = rest.replace("; axis 0 of size", f"; axis {self.at} of size", 1)
         # An argument stands in front, and where a sentence goes on with it.
-        rest = re.sub(r"(^|; )(\w+)", lambda m: m[1] + self.arguments.get(m[2], m[2]), rest)
+        rest = re.sub(r"(^|[;,] )(\w+)", lambda m: m[1] + self.arguments.get(m[2], m[2]), rest)
         return f"{self.operation}: {rest}"
 
 

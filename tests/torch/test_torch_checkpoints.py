@@ -1,4 +1,4 @@
-"""Activation checkpoints under `isograd.torch.use()`: the bits of the run without them, wherever the gradient is computed."""
+"""Activation checkpoints under `isograd.torch.use()`: the bits of a run without them, wherever gradients are computed."""
 
 import functools
 import threading

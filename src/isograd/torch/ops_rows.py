@@ -34,7 +34,6 @@ from isograd.torch.tensors import (
     zeros_or,
 )
 
-
 # What the arguments of plans are called here.
 _NAMES = {"indices": "index", "indices_shape": "index", "shape": "input", "axis": "dim"}
 

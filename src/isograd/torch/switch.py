@@ -64,7 +64,9 @@ class Report:
             (line.count, line.function, "replaced" if line.replaced else f"left to torch: {line.reason}")
             for line in self.lines
         ]
-        rows += [(count, name, "run by compiled code, or called by its own name") for name, count in self.operators.items()]
+        rows += [
+            (count, name, "run by compiled code, or called by its own name") for name, count in self.operators.items()
+        ]
         width = max([len(name) for _, name, _ in rows], default=0)
         table = [f"{count:>8} x {name:<{width}}  {note}" for count, name, note in rows]
         return "\n".join(table) or "nothing was called that isograd computes"
