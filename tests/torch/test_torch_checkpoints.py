@@ -1,4 +1,4 @@
-"""Activation checkpoints under `isograd.torch.use()`: the bits of a run without them, wherever gradients are computed."""
+"""Activation checkpoints under `isograd.torch.use()`: the bits of a run without them, on any thread."""
 
 import functools
 import threading
@@ -184,3 +184,68 @@ def test_an_unknown_torch_is_said(monkeypatch):
     (line,) = igt.use().report().lines
     assert (line.function, line.replaced, line.count) == ("torch.utils.checkpoint.checkpoint", False, 0)
     assert message in str(igt.use().report())
+
+
+def small(kind):
+    """A model of transformers with random weights."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": 0, "attention_dropout": 0.2,
+    }  # fmt: skip
+    if kind == "Olmoe":
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    torch.manual_seed(0)
+    return getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes)).train()
+
+
+def checkpointed(model, kind):
+    if kind != "none":
+        model.gradient_checkpointing_enable(KINDS[kind])
+        if kind == "reentrant":
+            model.enable_input_require_grads()
+    return model
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["Llama", "Olmoe"])
+def test_models_of_transformers(kind):
+    words = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(1))
+    found = {}
+    for checkpoints_of in ("none", *KINDS):
+        for inside in (True, False):
+            model = checkpointed(small(kind), checkpoints_of)
+            torch.manual_seed(5)
+            with igt.use() as counting:
+                loss = model(input_ids=words, labels=words, use_cache=False).loss
+                if inside:
+                    loss.backward()
+            if not inside:
+                loss.backward()
+            assert counting.report().replaced["torch.nn.functional.scaled_dot_product_attention"] >= 2
+            found[checkpoints_of, inside] = [loss.detach(), *[p.grad for p in model.parameters()]]
+    expected = found["none", True]
+    for case, tensors_of in found.items():
+        assert equal(tensors_of, expected), case
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["Llama", "Olmoe"])
+def test_trainer_with_checkpoints(kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    words = torch.randint(1, 64, (8, 12), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": row, "labels": row} for row in words]
+    weights = []
+    for checkpoints_of in ("none", *KINDS):
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=3, per_device_train_batch_size=2, report_to=[], save_strategy="no", seed=7,
+            use_cpu=True, disable_tqdm=True, gradient_checkpointing=checkpoints_of != "none",
+            gradient_checkpointing_kwargs=KINDS.get(checkpoints_of),
+        )  # fmt: skip
+        trainer = transformers.Trainer(small(kind), arguments, train_dataset=data)
+        with igt.use():
+            trainer.train()
+        weights.append([p.detach() for p in trainer.model.parameters()])
+    assert equal(weights[1], weights[0])
+    assert equal(weights[2], weights[0])

@@ -82,7 +82,7 @@ def _gather(input: Tensor, dim: int, index: Tensor) -> Tensor:  # noqa: A002
         return v
     dim = normalized_dim("gather", dim, x.shape)
     x = _region(x, indices.shape, dim)
-    with named("gather", **_NAMES):
+    with named("gather", at=None, **_NAMES):
         run(TakeAlongAxisPlan, x.device, _lines(x, indices, dim), x=x, indices=indices, v=v if v.dim() else v.view(1))
     return v
 
@@ -113,7 +113,7 @@ def _gather_backward(grad: Tensor, dim: int, index: Tensor, size: Shape, unique:
     if part.shape != whole.shape:
         whole.zero_()
     fields = (*_lines(part, indices, dim), unique)
-    with named(name, **_NAMES):
+    with named(name, at=None, **_NAMES):
         run(TakeAlongAxisBackwardPlan, dx.device, fields, indices=indices, dv=dv, dx=part)
     return dx
 
@@ -144,7 +144,7 @@ def _scatter_add(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
     if part.shape != x.shape:
         out.copy_(input)
     fields = _lines(part, indices, dim)
-    with named("scatter_add", **_NAMES):
+    with named("scatter_add", at=None, **_NAMES):
         run(ScatterSumPlan, x.device, fields, indices=indices, values=values, x=part, out=out_part)
     return out
 

@@ -73,6 +73,7 @@ class Report:
 
 
 _lock = threading.Lock()
+_mode_stack: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack
 # Errors after which torch computes the call, or raises an error of its own for it.
 _NOT_SERVED = (UnsupportedError, InvalidProblemError, IndexOutOfRangeError, DeviceMismatchError, TypeError)
 
@@ -112,7 +113,7 @@ class Switch(TorchFunctionMode):
 
     def _comes_again(self) -> bool:
         """Whether what is passed on meets this switch once more, which was entered in its own block."""
-        return self in _get_current_function_mode_stack()
+        return self in _mode_stack()
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _count_traced(self, function: str, replaced: bool, reason: str) -> None:
@@ -143,7 +144,7 @@ class Switch(TorchFunctionMode):
         if isinstance(func, OpOverload) and func.namespace == "isograd":
             if not self._comes_again():
                 with _lock:
-                    self._operators[func.name()] += 1
+                    self._operators[func._schema.name] += 1
         elif func in OPENED_BACKWARDS and all(map(is_plain, types)):
             with self:
                 return OPENED_BACKWARDS[func](*args, **kwargs)
@@ -173,7 +174,7 @@ skip_code(Switch.__torch_function__.__code__)
 
 def _active() -> list[Switch]:
     """The switches whose blocks this thread is in, from the outermost."""
-    return [mode for mode in _get_current_function_mode_stack() if isinstance(mode, Switch)]
+    return [mode for mode in _mode_stack() if isinstance(mode, Switch)]
 
 
 _NOT_HELD = checkpoints.hold(_active)
