@@ -126,7 +126,7 @@ class Switch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():
-            if func is checkpoint:  # which reaches modes while it is traced only, and would trace its function without
+            if func is checkpoint:  # which would be traced without the switch; this way it stays out of the graph
                 return func(self._entered(args[0]), *args[1:], **(kwargs or {}))
             return self._handle(func, args, kwargs or {})
         return self._handle_eagerly(func, types, args, kwargs or {})
@@ -221,7 +221,7 @@ def use(function: Function | None = None) -> Switch | Function:
     other libraries compute the gradient in the block.
 
     What torch.compile traces inside it is replaced too and counted once for each trace; what compiled code runs later
-    is counted by the operators' names. Between those, Inductor fuses elementwise operations and contracts them to
+    is counted by the operators' names. A checkpoint in there breaks the graph and runs as in eager mode. Between those, Inductor fuses elementwise operations and contracts them to
     other bits than eager mode has. TorchScript is out of reach and not listed.
     """
     return Switch() if function is None else Switch()(function)
