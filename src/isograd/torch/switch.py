@@ -221,7 +221,8 @@ def use(function: Function | None = None) -> Switch | Function:
     other libraries compute the gradient in the block.
 
     What torch.compile traces inside it is replaced too and counted once for each trace; what compiled code runs later
-    is counted by the operators' names. A checkpoint in there breaks the graph and runs as in eager mode. Between those, Inductor fuses elementwise operations and contracts them to
-    other bits than eager mode has. TorchScript is out of reach and not listed.
+    is counted by the operators' names. A checkpoint in there breaks the graph and runs as in eager mode. Inductor fuses
+    the elementwise operations between those to other bits than eager mode has. TorchScript is out of reach and not
+    listed.
     """
     return Switch() if function is None else Switch()(function)
