@@ -266,6 +266,26 @@ def test_preferred_kernels_come_first_in_every_api(register, preferred):
     assert np.array_equal(ig.softmax(x), usual)
 
 
+def test_preferred_for_a_block(register, preferred):
+    x = np.zeros((4, 6), np.float32)
+    usual = ig.softmax(x)
+    for name, value in (("low", 1.0), ("lower", 2.0)):
+        register(Constant(name, value), priority=-1)
+    with preferred("low") as before:
+        assert before == ()
+        assert np.all(ig.softmax(x) == 1)
+        with pytest.raises(ig.UnsupportedError), preferred("lower"):
+            ig.softmax(x.astype(np.int32))
+        assert np.all(ig.softmax(x) == 1)
+        preferred("lower")  # also what was preferred inside ends with the block
+    assert np.array_equal(ig.softmax(x), usual)
+    with preferred("low"):
+        with preferred("lower"):
+            ig.unregister_kernel("softmax", "cpu", "float32", "low")
+        assert np.array_equal(ig.softmax(x), usual)  # a name that is gone meanwhile comes back without effect
+    assert preferred() == ()
+
+
 def test_preferring_what_there_is_not():
     with pytest.raises(ig.InvalidProblemError, match=r"prefer: names has 'hoper'; accepted: .*hopper"):
         ig.prefer("hoper")

@@ -8,11 +8,12 @@ for what it finds there; after `debug()` every call does so. The CPU raises at o
 from __future__ import annotations
 
 import functools
+import re
 import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from isograd.errors import IndexOutOfRangeError, RecordingError
+from isograd.errors import IndexOutOfRangeError, IsogradError, RecordingError
 
 if TYPE_CHECKING:
     import torch
@@ -30,14 +31,59 @@ _flags: dict[tuple[str, int | None], torch.Tensor] = {}
 _debugging = False
 
 
-@functools.cache
 def code(operation: str, argument: str = "indices", negative: bool = True) -> int:
     """The number, from 1, by which kernels name an operation's argument; `negative` says if -size is in range."""
+    for naming in reversed(_called.namings):
+        operation, argument = naming.operation, naming.arguments.get(argument, argument)
+    return _code(operation, argument, negative)
+
+
+@functools.cache
+def _code(operation: str, argument: str, negative: bool) -> int:
     source = _Source(operation, argument, negative)
     with _lock:
         if source not in _sources:  # the cache may compute twice at once
             _sources.append(source)
         return _sources.index(source) + 1
+
+
+class named:  # noqa: N801 - a block
+    """Let errors and faults in a block speak of the function that was called and not of the plan that serves it.
+
+        with faults.named("gather", indices="index", axis="dim"):
+            run(TakeAlongAxisPlan, ...)
+
+    at: the axis that the caller means, where the plan sees it in front. The arguments are called as the plan has them.
+    """
+
+    __slots__ = ("arguments", "at", "operation")
+
+    def __init__(self, operation: str, *, at: int | None = None, **arguments: str) -> None:
+        self.operation, self.at, self.arguments = operation, at, arguments
+
+    def __enter__(self) -> None:
+        _called.namings.append(self)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        _called.namings.pop()
+        if isinstance(error, IsogradError):
+            error.args = (self._renamed(str(error)),)
+
+    def _renamed(self, message: str) -> str:
+        _, _, rest = message.partition(": ")
+        if self.at is not None:
+            rest = rest.replace("; axis 0 of size", f"; axis {self.at} of size", 1)
+        # An argument stands in front, and where a sentence goes on with it.
+        rest = re.sub(r"(^|[;,] )(\w+)", lambda m: m[1] + self.arguments.get(m[2], m[2]), rest)
+        return f"{self.operation}: {rest}"
+
+
+class _Called(threading.local):
+    def __init__(self) -> None:
+        self.namings: list[named] = []
+
+
+_called = _Called()
 
 
 def flag(device: torch.device) -> torch.Tensor:

@@ -4,7 +4,7 @@
     isograd.register_kernel("softmax", "cpu", "float32", MyKernel(), priority=10)
 
 The kernel with the highest priority that does not reject a descriptor is chosen; the library's own have priority 0.
-`prefer` puts kernels of certain names before all others.
+`prefer` puts kernels of certain names before all others, for good or for a block.
 """
 
 from __future__ import annotations
@@ -114,21 +114,39 @@ def unregister_kernel(operation: str, device: str, dtype: str, name: str) -> Non
         ) from None
 
 
-def prefer(*names: str) -> tuple[str, ...]:
+class Preference(tuple[str, ...]):
+    """What `prefer` returns: the names before, which the end of a `with` block over it brings back."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> Preference:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _exchange(tuple(self))
+
+
+def prefer(*names: str) -> Preference:
     """Choose kernels of these names, the first name first, for every problem that they take; return the names before.
 
-        isograd.prefer("hopper")  # attention's kernels for compute capability 9.0
-        isograd.prefer()          # the usual order again
+        isograd.prefer("hopper")        # attention's kernels for compute capability 9.0
+        isograd.prefer()                # the usual order again
+        with isograd.prefer("hopper"):  # for a block, whatever happens in it
 
     It holds for the process and for calls to come, whatever their API; a plan's own `preference` goes before it. Plans,
     recordings and graphs that exist keep their kernels, and a gradient is computed by what is preferred when it runs.
     Another kernel may promise something else, as `Plan.precision_guarantee` says. `isograd kernels` lists the names
     and the reason where a kernel does not serve this machine. InvalidProblemError for a name that no kernel has.
     """
-    global _generation, _preferred
     known = sorted({entry.kernel.name for entry in kernels()})
     if unknown := [name for name in names if name not in known]:
         raise InvalidProblemError(f"prefer: names has {unknown[0]!r}; accepted: {', '.join(known)}")
+    return Preference(_exchange(names))
+
+
+def _exchange(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Prefer names that were checked; those before."""
+    global _generation, _preferred
     with _lock:
         before, _preferred = _preferred, names
         _generation += before != names

@@ -7,14 +7,13 @@ position and value, before anything is written; on a GPU see `isograd.check`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, overload
 
 from numpy.typing import NDArray
 
 from isograd import arrays, functional
-from isograd.errors import IndexOutOfRangeError, InvalidProblemError
+from isograd.errors import InvalidProblemError
+from isograd.faults import named
 from isograd.gather.plans import (
     IndexSelectDescriptor,
     IndexSelectPlan,
@@ -57,20 +56,6 @@ def _common_shape(operation: str, names: tuple[str, str], a: Shape, b: Shape, ax
 
 def _sized(shape: Shape, axis: int, size: int) -> Shape:
     return (*shape[:axis], size, *shape[axis + 1 :])
-
-
-@contextmanager
-def _named(operation: str, argument: str, plan: str, axis: int = 0) -> Iterator[None]:
-    """Name what the caller called, and not the plan that serves it, where an index is out of range.
-
-    axis: of the caller's array, which the plan sees in front.
-    """
-    try:
-        yield
-    except IndexOutOfRangeError as error:
-        renamed = str(error).replace(f"{plan}: indices", f"{operation}: {argument}", 1)
-        renamed = renamed.replace("; axis 0 of size", f"; axis {axis} of size", 1)
-        raise IndexOutOfRangeError(renamed) from None
 
 
 @overload
@@ -200,10 +185,9 @@ def scatter_sum(x: Any, indices: Any, values: Any, axis: int = -1) -> Any:
         order = (axis, *[d for d in range(len(shape)) if d != axis])
         rows = tuple([shape[d] for d in order])
         descriptor = IndexSumDescriptor(rows, tuple(indices.shape), dtype, index_dtype, True, True)
-        plan = functional.plan(IndexSumPlan, descriptor, device)
         views = {key: functional.permuted(a, order) for key, a in (("values", values), ("x", x), ("out", out))}
-        with _named(name, "indices", "index_sum", axis):
-            functional.run(plan, indices=indices, **views)
+        with named(name, at=axis, indices_shape="indices", shape="x"):
+            functional.run(functional.plan(IndexSumPlan, descriptor, device), indices=indices, **views)
         return restore(functional.promised(name, out))
     common = _common_shape(name, ("indices", "x"), tuple(indices.shape), shape, axis)
     if common != _sized(shape, axis, 1):
@@ -235,9 +219,9 @@ def _index_sum(
         )
     shape = (num, *values.shape[len(leading) :])
     descriptor = IndexSumDescriptor(shape, leading, dtype, index_dtype, negative, False, skipped)
-    plan = functional.plan(IndexSumPlan, descriptor, device)
     out = functional.empty(shape, dtype, values)
-    with _named(name, index_key, "index_sum"):
+    with named(name, indices=index_key, indices_shape=index_key, values=key, shape=key):
+        plan = functional.plan(IndexSumPlan, descriptor, device)
         return restore(functional.run(plan, indices=indices, values=values, out=out))
 
 
@@ -294,9 +278,9 @@ def index_select(name: str, weight: Any, indices: Any, negative: bool = True, pa
     _checked_padding(name, padding_idx, shape[0])
     leading = tuple(indices.shape)
     descriptor = IndexSelectDescriptor(shape, leading, dtype, index_dtype, negative)
-    plan = functional.plan(IndexSelectPlan, descriptor, device)
     y = functional.empty((*leading, *shape[1:]), dtype, weight)
-    with _named(name, "indices", "index_select"):
+    with named(name, indices_shape="indices", shape="weight"):
+        plan = functional.plan(IndexSelectPlan, descriptor, device)
         return restore(functional.run(plan, weight=weight, indices=indices, y=y))
 
 

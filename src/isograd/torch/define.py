@@ -122,7 +122,9 @@ def _node(op: Any, gradient: Gradient) -> Any:
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            gradients = differentiate(ctx, ctx.saved_tensors, *grads)
+            saved = ctx.saved_tensors  # which a checkpoint may compute again here, under its modes
+            with torch._C.DisableTorchFunction():  # modes may be on, unlike in forward: `use()`, or a default device
+                gradients = differentiate(ctx, saved, *grads)
             return gradients + padding[len(gradients)]
 
         @staticmethod

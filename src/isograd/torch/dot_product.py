@@ -29,7 +29,7 @@ def _padded(x: Tensor) -> Tensor:
 
 def _drawn() -> Tensor:
     """A seed from torch's generator on the CPU."""
-    return torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64)
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device="cpu")
 
 
 def _checked_head_dims(name: str, **rows: Tensor) -> None:
@@ -67,7 +67,7 @@ def _seed(name: str, dropout_p: float, seed: int | None, device: torch.device) -
         return None
     if seed is not None:
         word = checked_integer(name, "seed", seed, 64)
-        return torch.tensor(word - (1 << 64) if word >> 63 else word)
+        return torch.tensor(word - (1 << 64) if word >> 63 else word, device="cpu")
     if device.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             f"{name}: a seed for dropout is drawn while a CUDA graph is captured, which would repeat it at every "

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from isograd import encoder
 from isograd.errors import InvalidProblemError, UnsupportedError
+from isograd.faults import named
 from isograd.plan import real_number
 from isograd.torch.ops_gather import GATHER, SCATTER_ADD
 from isograd.torch.ops_router import TOP_K
@@ -54,6 +55,13 @@ def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Te
     Where input is broadcast its gradient is one order-free sum over all that read an element. Arguments and errors as
     for `gather`.
     """
+    if torch.compiler.is_compiling():
+        return _take_along_dim(input, indices, dim)
+    with named("take_along_dim", index="indices"):
+        return _take_along_dim(input, indices, dim)
+
+
+def _take_along_dim(input: Tensor, indices: Tensor, dim: int | None) -> Tensor:  # noqa: A002
     name = "take_along_dim"
     enter(name)
     require_dense(name, input, "input")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from isograd.errors import InvalidProblemError
+from isograd.faults import named
 from isograd.gather.plans import ScatterSumPlan, TakeAlongAxisBackwardPlan, TakeAlongAxisPlan
 from isograd.torch import define
 from isograd.torch.tensors import (
@@ -60,6 +61,10 @@ def _lines(x: Tensor, index: Tensor, dim: int) -> tuple[Shape, Shape, str, str, 
     return x.shape, index.shape, NAMES[x.dtype], NAMES[index.dtype], dim
 
 
+# What the arguments of plans are called here.
+_NAMES = {"indices": "index", "indices_shape": "index", "shape": "input", "axis": "dim"}
+
+
 # --- one index for every element -------------------------------------------------------------------------------------
 def _gather_fake(input: Tensor, dim: int, index: Tensor) -> Tensor:  # noqa: A002
     require_device("gather", input=input, index=index)
@@ -77,7 +82,8 @@ def _gather(input: Tensor, dim: int, index: Tensor) -> Tensor:  # noqa: A002
         return v
     dim = normalized_dim("gather", dim, x.shape)
     x = _region(x, indices.shape, dim)
-    run(TakeAlongAxisPlan, x.device, _lines(x, indices, dim), x=x, indices=indices, v=v if v.dim() else v.view(1))
+    with named("gather", at=None, **_NAMES):
+        run(TakeAlongAxisPlan, x.device, _lines(x, indices, dim), x=x, indices=indices, v=v if v.dim() else v.view(1))
     return v
 
 
@@ -107,7 +113,8 @@ def _gather_backward(grad: Tensor, dim: int, index: Tensor, size: Shape, unique:
     if part.shape != whole.shape:
         whole.zero_()
     fields = (*_lines(part, indices, dim), unique)
-    run(TakeAlongAxisBackwardPlan, dx.device, fields, indices=indices, dv=dv, dx=part)
+    with named(name, at=None, **_NAMES):
+        run(TakeAlongAxisBackwardPlan, dx.device, fields, indices=indices, dv=dv, dx=part)
     return dx
 
 
@@ -137,7 +144,8 @@ def _scatter_add(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
     if part.shape != x.shape:
         out.copy_(input)
     fields = _lines(part, indices, dim)
-    run(ScatterSumPlan, x.device, fields, indices=indices, values=values, x=part, out=out_part)
+    with named("scatter_add", at=None, **_NAMES):
+        run(ScatterSumPlan, x.device, fields, indices=indices, values=values, x=part, out=out_part)
     return out
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from isograd.errors import InvalidProblemError
+from isograd.faults import named
 from isograd.router.plans import MoeRouterBackwardPlan, MoeRouterPlan, TopKPlan
 from isograd.torch import define
 from isograd.torch.ops import BACKWARD, FORWARD
@@ -57,7 +58,8 @@ def _top_k(input: Tensor, k: int, dim: int = -1) -> Pair:  # noqa: A002
         return values, indices
     dim = normalized_dim("topk", dim, x.shape)
     v, i = (values, indices) if input.dim() else (values.view(1), indices.view(1))
-    run(TopKPlan, x.device, (x.shape, k, NAMES[x.dtype], dim), x=x, values=v, indices=i)
+    with named("topk", shape="input", axis="dim"):
+        run(TopKPlan, x.device, (x.shape, k, NAMES[x.dtype], dim), x=x, values=v, indices=i)
     return values, indices
 
 

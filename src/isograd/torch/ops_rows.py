@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from isograd.errors import InvalidProblemError
+from isograd.faults import named
 from isograd.gather.plans import IndexSelectPlan, IndexSumPlan
 from isograd.torch import define
 from isograd.torch.tensors import (
@@ -32,6 +33,9 @@ from isograd.torch.tensors import (
     usable_index,
     zeros_or,
 )
+
+# What the arguments of plans are called here.
+_NAMES = {"indices": "index", "indices_shape": "index", "shape": "input", "axis": "dim"}
 
 
 def _require_vector(operation: str, index: Tensor) -> None:
@@ -68,7 +72,8 @@ def _index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:  # noqa: A0
     dim = normalized_dim("index_select", dim, weight.shape)
     weight = weight.movedim(dim, 0)
     rows = (y if y.dim() else y.view(1)).movedim(dim, 0)
-    run(IndexSelectPlan, y.device, _rows(weight.shape[0], weight, indices), weight=weight, indices=indices, y=rows)
+    with named("index_select", at=dim, **_NAMES):
+        run(IndexSelectPlan, y.device, _rows(weight.shape[0], weight, indices), weight=weight, indices=indices, y=rows)
     return y
 
 
@@ -100,7 +105,8 @@ def _index_select_backward(grad: Tensor, dim: int, index: Tensor, size: Shape) -
     out = dx if dx.dim() else dx.view(1)
     dim = normalized_dim(name, dim, out.shape)
     values, out = values.movedim(dim, 0), out.movedim(dim, 0)
-    run(IndexSumPlan, dx.device, _rows(out.shape[0], values, indices), indices=indices, values=values, out=out)
+    with named(name, at=dim, **_NAMES):
+        run(IndexSumPlan, dx.device, _rows(out.shape[0], values, indices), indices=indices, values=values, out=out)
     return dx
 
 
@@ -126,12 +132,13 @@ def _index_add(input: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor
     dim = normalized_dim("index_add", dim, out.shape)
     x, values, out = x.movedim(dim, 0), values.movedim(dim, 0), out.movedim(dim, 0)
     fields = (*_rows(x.shape[0], x, indices), True)
-    run(IndexSumPlan, x.device, fields, indices=indices, values=values, x=x, out=out)
+    with named("index_add", at=dim, **_NAMES):
+        run(IndexSumPlan, x.device, fields, indices=indices, values=values, x=x, out=out)
     return result
 
 
 def _embedding_fake(weight: Tensor, indices: Tensor, padding_idx: int = -1) -> Tensor:
-    require_device("embedding", weight=weight, indices=indices)
+    require_device("embedding", weight=weight, input=indices)
     require_storage("embedding", weight, "weight")
     if weight.dim() != 2:
         raise InvalidProblemError(f"embedding: weight has shape {tuple(weight.shape)}; expected two dimensions")
@@ -140,11 +147,12 @@ def _embedding_fake(weight: Tensor, indices: Tensor, padding_idx: int = -1) -> T
 
 def _embedding(weight: Tensor, indices: Tensor, padding_idx: int = -1) -> Tensor:
     y = _embedding_fake(weight, indices, padding_idx)
-    table, places = usable("embedding", "weight", weight), usable_index("embedding", "indices", indices)
+    table, places = usable("embedding", "weight", weight), usable_index("embedding", "input", indices)
     if y.numel() == 0:
         return y
     rows = y if indices.dim() else y.unsqueeze(0)
-    run(IndexSelectPlan, y.device, _rows(table.shape[0], table, places), weight=table, indices=places, y=rows)
+    with named("embedding", indices="input", indices_shape="input"):
+        run(IndexSelectPlan, y.device, _rows(table.shape[0], table, places), weight=table, indices=places, y=rows)
     return y
 
 
@@ -169,7 +177,8 @@ def _embedding_backward(grad: Tensor, indices: Tensor, num_embeddings: int, padd
         values = values.unsqueeze(0)
     fields = (dweight.shape, places.shape, NAMES[values.dtype], NAMES[places.dtype], False, False)
     skipped = None if padding_idx < 0 else padding_idx
-    run(IndexSumPlan, dweight.device, (*fields, skipped), indices=places, values=values, out=dweight)
+    with named(name, indices_shape="indices"):
+        run(IndexSumPlan, dweight.device, (*fields, skipped), indices=places, values=values, out=dweight)
     return dweight
 
 

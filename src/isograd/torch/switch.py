@@ -1,160 +1,24 @@
 """A switch that runs an unmodified model on isograd's kernels where it can, and keeps a list of what it did."""
 
+import inspect
 import threading
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import FunctionType
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, overload
 
 import torch
-import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch._dynamo.eval_frame import skip_code
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._contextlib import context_decorator
+from torch.utils.checkpoint import checkpoint
 
 from isograd.errors import DeviceMismatchError, IndexOutOfRangeError, InvalidProblemError, UnsupportedError
-from isograd.torch import dot_product, functional, indexing, losses
+from isograd.torch import checkpoints
+from isograd.torch.replacements import LEFT, OPENED, OPENED_BACKWARDS, REPLACED, is_plain
 
-
-def _plain(kind: str) -> Callable[..., Tensor]:
-    """torch.softmax, torch.special.softmax and the tensor method."""
-
-    def call(input: Any, dim: Any, dtype: Any = None, *, out: Any = None) -> Tensor:  # noqa: A002
-        return functional.forward(kind, _servable(kind, input), dim, dtype, out, ("input", "dim"))
-
-    return call
-
-
-def _functional(kind: str) -> Callable[..., Tensor]:
-    """torch.nn.functional.softmax, which modules call; without a dim torch guesses one and warns."""
-
-    def call(input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Tensor:  # noqa: A002
-        tensor = _servable(kind, input)
-        if dim is None:
-            dim = F._get_softmax_dim(kind, tensor.dim(), _stacklevel)  # type: ignore[attr-defined]
-        return functional.forward(kind, tensor, dim, dtype, None, ("input", "dim"))
-
-    return call
-
-
-def _plainly(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of isograd.torch with torch's arguments, for plain tensors only."""
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor):
-                _servable(name, value)
-        return call(*args, **kwargs)
-
-    return checked
-
-
-def _in_place(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The method that writes into its tensor; torch sees a copy, which it differentiates and may refuse."""
-
-    def method(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self.copy_(call(self, *args, **kwargs))
-
-    return method
-
-
-_REPLACED: dict[Any, tuple[str, Callable[..., Any]]] = {}
-for _kind in ("softmax", "log_softmax"):
-    for _module, _name in ((torch, "torch"), (torch.special, "torch.special"), (Tensor, "torch.Tensor")):
-        _REPLACED[getattr(_module, _kind)] = (f"{_name}.{_kind}", _plain(_kind))
-    _REPLACED[getattr(F, _kind)] = (f"torch.nn.functional.{_kind}", _functional(_kind))
-
-_INDEXING: tuple[Callable[..., Any], ...] = (
-    indexing.gather,
-    indexing.take_along_dim,
-    indexing.scatter_add,
-    indexing.index_add,
-    indexing.index_select,
-    indexing.topk,
-)
-_FUNCTIONAL: tuple[Callable[..., Any], ...] = (
-    dot_product.scaled_dot_product_attention,
-    indexing.embedding,
-    losses.cross_entropy,
-    losses.kl_div,
-)
-for _call in _INDEXING:
-    _kind = _call.__name__
-    for _module, _name in ((torch, "torch"), (Tensor, "torch.Tensor")):
-        _REPLACED[getattr(_module, _kind)] = (f"{_name}.{_kind}", _plainly(_kind, _call))
-    if hasattr(Tensor, f"{_kind}_"):
-        _method = _plainly(_kind, _in_place(_call))
-        _REPLACED[getattr(Tensor, f"{_kind}_")] = (f"torch.Tensor.{_kind}_", _method)
-for _call in _FUNCTIONAL:
-    _kind = _call.__name__
-    _REPLACED[getattr(F, _kind)] = (f"torch.nn.functional.{_kind}", _plainly(_kind, _call))
-
-_FUSED = "computes its softmax inside one fused operation of torch's"
-_SUMS = "adds up repeated indices in a way that isograd has no operator for"
-_NOT_REPLACED: dict[Any, tuple[str, str]] = {}
-for _module, _name, _kind, _reason in (
-    (F, "torch.nn.functional", "linear_cross_entropy", _FUSED),
-    (torch._C._nn, "torch._C._nn", "cross_entropy_loss", _FUSED),
-    (torch, "torch", "_native_multi_head_attention", _FUSED),
-    (torch, "torch", "_transformer_encoder_layer_fwd", _FUSED),
-    (torch, "torch", "_scaled_dot_product_attention_math", _FUSED),
-    (torch, "torch", "_scaled_dot_product_cudnn_attention", _FUSED),
-    (torch, "torch", "_scaled_dot_product_efficient_attention", _FUSED),
-    (torch, "torch", "_scaled_dot_product_flash_attention", _FUSED),
-    (torch, "torch", "_scaled_dot_product_flash_attention_for_cpu", _FUSED),
-    (torch, "torch", "_softmax", _FUSED),
-    (torch, "torch", "_log_softmax", _FUSED),
-    (torch, "torch", "_masked_softmax", _FUSED),
-    (torch.sparse, "torch.sparse", "softmax", _FUSED),
-    (torch.sparse, "torch.sparse", "log_softmax", _FUSED),
-    (F, "torch.nn.functional", "embedding_bag", _SUMS),
-    (torch, "torch", "scatter_reduce", _SUMS),
-    (torch, "torch", "index_reduce", _SUMS),
-    (Tensor, "torch.Tensor", "scatter_reduce", _SUMS),
-    (Tensor, "torch.Tensor", "scatter_reduce_", _SUMS),
-    (Tensor, "torch.Tensor", "index_reduce", _SUMS),
-    (Tensor, "torch.Tensor", "index_reduce_", _SUMS),
-):
-    if hasattr(_module, _kind):  # some are younger than the oldest torch that is served
-        _NOT_REPLACED[getattr(_module, _kind)] = (f"{_name}.{_kind}", _reason)
-
-
-def _opened(function: FunctionType) -> FunctionType:
-    """A copy of a torch function written in Python whose inner calls meet the mode.
-
-    The original hands itself to the mode first, and a mode is off while it handles a function.
-    """
-
-    def nobody_overrides(*tensors: Any) -> bool:
-        return False
-
-    scope = dict(function.__globals__)
-    for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
-        scope[name] = nobody_overrides
-    copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-_OPENED: dict[Any, FunctionType] = {
-    function: _opened(function)
-    for function in (F.softmin, F.gumbel_softmax, F.multi_head_attention_forward)
-    if isinstance(function, FunctionType)
-}
-
-
-def _servable(kind: str, input: Any) -> Tensor:  # noqa: A002
-    """The tensor, or UnsupportedError for what would lose its meaning on the way."""
-    if type(input) not in (Tensor, torch.nn.Parameter) and not _is_fake(input):
-        raise UnsupportedError(f"{kind}: input is a {type(input).__name__}; accepted: plain tensors")
-    tensor: Tensor = input
-    return tensor
-
-
-def _is_fake(value: Any) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(value, FakeTensor)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +33,14 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a switch saw, in order of first appearance; `print` shows it as a table."""
+    """What a switch saw, in order of first appearance; `print` shows it as a table.
+
+    operators: how often each of isograd's own operators ran without a function of torch's that stood for it: in code
+    that torch.compile had traced before, or called by its own name.
+    """
 
     lines: tuple[Line, ...]
+    operators: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def replaced(self) -> dict[str, int]:
@@ -191,40 +60,60 @@ class Report:
         return dict(counts)
 
     def __str__(self) -> str:
-        if not self.lines:
-            return "nothing was called that isograd computes"
-        width = max(len(line.function) for line in self.lines)
-        return "\n".join(
-            f"{line.count:>8} x {line.function:<{width}}  "
-            + ("replaced" if line.replaced else f"left to torch: {line.reason}")
+        rows = [
+            (line.count, line.function, "replaced" if line.replaced else f"left to torch: {line.reason}")
             for line in self.lines
-        )
+        ]
+        rows += [
+            (count, name, "run by compiled code, or called by its own name") for name, count in self.operators.items()
+        ]
+        width = max([len(name) for _, name, _ in rows], default=0)
+        table = [f"{count:>8} x {name:<{width}}  {note}" for count, name, note in rows]
+        return "\n".join(table) or "nothing was called that isograd computes"
 
 
 _lock = threading.RLock()  # a signal handler or a finalizer may call torch while it is held
+_mode_stack: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack
 # Errors after which torch computes the call, or raises an error of its own for it.
 _NOT_SERVED = (UnsupportedError, InvalidProblemError, IndexOutOfRangeError, DeviceMismatchError, TypeError)
 
 
 class Switch(TorchFunctionMode):
-    """What `use()` returns; `report()` lists what was replaced and what was not, also while the block runs."""
+    """What `use()` returns; `report()` lists what was replaced and what was not, also while the block runs.
+
+    A context manager that may be entered again, also inside its own block, and a decorator.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._counts: Counter[tuple[str, bool, str]] = Counter()
+        self._operators: Counter[str] = Counter()
+
+    def __call__(self, function: Function) -> Function:
+        """The function with a block of this switch around every call; a generator runs in it, but not its caller."""
+        if not callable(function) or inspect.isclass(function) or inspect.iscoroutinefunction(function):
+            raise InvalidProblemError(f"use: function is {function!r}; expected a function, not a class or coroutine")
+        return context_decorator(lambda: self, function)  # type: ignore[no-any-return, no-untyped-call]
 
     def report(self) -> Report:
         """The calls so far, over every block that this switch was used for."""
         with _lock:
-            counts = list(self._counts.items())
-        return Report(tuple([Line(*key, count) for key, count in counts]))
+            lines = [Line(*key, count) for key, count in self._counts.items()]
+            operators = dict(self._operators)
+        if _NOT_HELD:
+            lines.insert(0, Line("torch.utils.checkpoint.checkpoint", False, f"recomputation: {_NOT_HELD}", 0))
+        return Report(tuple(lines), operators)
 
     def _count(self, function: str, replaced: bool, reason: str = "") -> None:
         if torch.compiler.is_compiling():
             self._count_traced(function, replaced, reason)
-            return
-        with _lock:
-            self._counts[function, replaced, reason] += 1
+        elif replaced or not self._comes_again():
+            with _lock:
+                self._counts[function, replaced, reason] += 1
+
+    def _comes_again(self) -> bool:
+        """Whether what is passed on meets this switch once more, which was entered in its own block."""
+        return self in _mode_stack()
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _count_traced(self, function: str, replaced: bool, reason: str) -> None:
@@ -236,9 +125,34 @@ class Switch(TorchFunctionMode):
                 counts[f"{function} (compiled)", replaced, reason] += 1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _REPLACED:
-            name, call = _REPLACED[func]
+        if torch.compiler.is_compiling():
+            if func is checkpoint:  # which would be traced without the switch; this way it stays out of the graph
+                return func(self._entered(args[0]), *args[1:], **(kwargs or {}))
+            return self._handle(func, args, kwargs or {})
+        return self._handle_eagerly(func, types, args, kwargs or {})
+
+    def _entered(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return call
+
+    # Not to be compiled by itself where torch.compile meets it outside of a graph: calls would be counted once.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _handle_eagerly(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if isinstance(func, OpOverload) and func.namespace == "isograd":
+            if not self._comes_again():
+                with _lock:
+                    self._operators[func._schema.name] += 1
+        elif func in OPENED_BACKWARDS and all(map(is_plain, types)):
+            with self:
+                return OPENED_BACKWARDS[func](*args, **kwargs)
+        return self._handle(func, args, kwargs)
+
+    def _handle(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func in REPLACED:
+            name, call = REPLACED[func]
             try:
                 result = call(*args, **kwargs)
             except _NOT_SERVED as error:
@@ -246,15 +160,33 @@ class Switch(TorchFunctionMode):
                 return func(*args, **kwargs)
             self._count(name, True)
             return result
-        if func in _OPENED:
+        if func in OPENED:
             with self:
-                return _OPENED[func](*args, **kwargs)
-        if func in _NOT_REPLACED:
-            self._count(_NOT_REPLACED[func][0], False, _NOT_REPLACED[func][1])
+                return OPENED[func](*args, **kwargs)
+        if func in LEFT and LEFT[func].counts(args, kwargs):
+            self._count(LEFT[func].name, False, LEFT[func].reason)
         return func(*args, **kwargs)
 
 
-def use() -> Switch:
+# As a frame of its own it would be taken for a graph; inlined into one it is traced as ever.
+skip_code(Switch.__torch_function__.__code__)
+
+
+def _active() -> list[Switch]:
+    """The switches whose blocks this thread is in, from the outermost."""
+    return [mode for mode in _mode_stack() if isinstance(mode, Switch)]
+
+
+_NOT_HELD = checkpoints.hold(_active)
+
+
+@overload
+def use(function: None = None) -> Switch: ...
+@overload
+def use(function: Function) -> Function: ...
+
+
+def use(function: Function | None = None) -> Switch | Function:
     """A context manager inside which torch's functions run on isograd's kernels where those can serve the call.
 
     Replaced: `torch.softmax`, `torch.log_softmax`, the same in `torch.special` and `torch.nn.functional`, the tensor
@@ -272,14 +204,25 @@ def use() -> Switch:
     Left to torch and listed: what isograd cannot serve (other dtypes, a device without a kernel, tensor subclasses,
     `out`, the smallest elements in topk, options of embedding such as max_norm, head dimensions above 256), operations
     that compute a softmax inside one kernel (the backends of attention when called by their own names,
-    `F.linear_cross_entropy`), and sums of other kinds over repeated indices (`embedding_bag`, `scatter_reduce`).
-    Indexing with brackets and `flex_attention` are not seen.
+    `F.linear_cross_entropy`), sums of other kinds over repeated indices (`embedding_bag`, `scatter_reduce`, `scatter_`
+    with `reduce`, `index_put` with `accumulate`, `bincount` with weights, `w[ids]` where w has a gradient), and what
+    adds up in an order of torch's own: products, convolutions, norms, sums, means and other losses. `flex_attention`
+    is not seen, nor are the sums that a gradient of torch's own makes, of a broadcast operand for example.
 
         with isograd.torch.use() as switch:
             model(batch)
         print(switch.report())
 
-    The block is this thread's. What torch.compile traces inside it is replaced too and counted once for each trace;
-    TorchScript is out of reach and not listed.
+        @isograd.torch.use()      # around every call
+        def step(batch): ...
+
+    The block is this thread's. It holds for gradients that are computed in it, and for the recomputation of a
+    checkpoint of `torch.utils.checkpoint` that was made in it, wherever the gradient is computed; for checkpoints of
+    other libraries compute the gradient in the block.
+
+    What torch.compile traces inside it is replaced too and counted once for each trace; what compiled code runs later
+    is counted by the operators' names. A checkpoint in there breaks the graph and runs as in eager mode. Inductor fuses
+    the elementwise operations between those to other bits than eager mode has. TorchScript is out of reach and not
+    listed.
     """
-    return Switch()
+    return Switch() if function is None else Switch()(function)
