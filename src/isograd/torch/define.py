@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 
 from isograd.errors import InvalidProblemError
 
@@ -103,7 +102,7 @@ def _node(op: Any, gradient: Gradient) -> Any:
     several = len(op._schema.returns) > 1
     redispatch = op._handle.redispatch_boxed
 
-    class Node(_SingleLevelFunction):
+    class Node(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             keyset, args = args[-1], args[:-1]
@@ -139,7 +138,8 @@ def _node(op: Any, gradient: Gradient) -> Any:
 
 def _differentiated(op: Any, gradient: Gradient) -> Callable[..., Any]:
     """The kernel at the Autograd key."""
-    apply = _node(op, gradient).apply
+    # Not Function.apply, which is for several levels at once.
+    apply = super(torch.autograd.Function, _node(op, gradient)).apply
     redispatch = op._handle.redispatch_boxed
     arguments = op._schema.arguments
     tensors = tuple([i for i, a in enumerate(arguments) if "Tensor" in str(a.type)])  # optional ones too
@@ -152,7 +152,7 @@ def _differentiated(op: Any, gradient: Gradient) -> Callable[..., Any]:
             for i in tensors:
                 if i < len(args) and (t := args[i]) is not None and t.requires_grad:
                     return True
-        return forward_ad._current_level >= 0
+        return forward_ad._current_level >= 0 or transforms_active()
 
     def kernel(keyset: Any, *args: Any) -> Any:
         if not recorded(args):
