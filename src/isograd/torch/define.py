@@ -10,6 +10,7 @@
     )
 
 All take the schema's arguments in its order. Operators are differentiated by their kernels at the Autograd key.
+Where torch.compile traces symbols for arguments of type float, a tensor of their values goes along: see `Numbered`.
 `torch.library.register_autograd` would be shorter, but refuses torch.func's transforms. A single-level function is a
 node for the one level that the kernel serves, so that torch.func, double backward and forward mode compose.
 """
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from isograd.errors import InvalidProblemError
@@ -63,19 +65,127 @@ def operator(
     is called in the operator's place under autocast, which is off in there.
     """
     name = schema.partition("(")[0]
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    numbered = "float" in schema
+    _library.define(_with_numbers(schema) if numbered else schema, tags=(torch.Tag.pt2_compliant_tag,))
     op: Any = getattr(torch.ops.isograd, name).default
+    call: Any = op
+    if numbered:
+        call = Numbered(op)
+        run, fake, gradient, batch, autocast = call.adapted(run, fake, gradient, batch, autocast or {})
     # One implementation for all devices: the registry knows which have a kernel, and says so where none does.
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"isograd::{name}", fake, lib=_library)
     if gradient is not None:
         _library.impl(name, _differentiated(op, gradient), "Autograd", with_keyset=True)
     torch.library.register_vmap(
-        f"isograd::{name}", lambda info, in_dims, *args: batch(op, info.batch_size, in_dims, *args), lib=_library
+        f"isograd::{name}", lambda info, in_dims, *args: batch(call, info.batch_size, in_dims, *args), lib=_library
     )
     for device, rule in (autocast or {}).items():
         _library.impl(name, _without_autocast(device, rule), f"Autocast{device}")
-    return op  # type: ignore[no-any-return]
+    return call  # type: ignore[no-any-return]
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+_PLACEHOLDER = 0.5  # which every check of an argument of type float lets pass
+
+
+def _with_numbers(schema: str) -> str:
+    return schema.replace(") ->", ", Tensor? numbers=None) ->", 1)
+
+
+def _known(value: Any) -> bool:
+    """Whether a number is the same whenever a trace is run: no tensor, and no symbol of torch.compile's."""
+    if isinstance(value, Tensor):
+        return False
+    if value is None or not torch.compiler.is_compiling():
+        return True
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return has_static_value(value)
+
+
+def _number(value: Any) -> Tensor:
+    """A number as a tensor; a sum is what torch.compile turns into one that has the symbol as its input."""
+    if isinstance(value, Tensor):
+        return value
+    return torch.zeros((), dtype=torch.float64, device="cpu") + value
+
+
+class Numbered:
+    """An operator with arguments of type float, which may also be tensors without dimensions: float64, on the CPU.
+
+    AOTAutograd makes a graph for every value of a symbol that reaches an argument of type float. Where one is not
+    `_known`, all those that are not None travel in a last argument, `numbers`, and implementations find them there.
+    """
+
+    def __init__(self, op: Any) -> None:
+        self.overload = op
+        self._schema, self._name, self.__name__ = op._schema, op._name, op.__name__
+        *arguments, _ = op._schema.arguments
+        self.floats = tuple([i for i, a in enumerate(arguments) if "float" in str(a.type)])
+        self.defaults = tuple([a.default_value if a.has_default_value() else None for a in arguments])
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the operator; arguments at the end that have a default may be left out."""
+        for i in self.floats:
+            if i < len(args) and not _known(args[i]):
+                return self.overload(*self._collected(args))
+        return self.overload(*args)
+
+    def _collected(self, args: tuple[Any, ...]) -> list[Any]:
+        collected = [*args, *self.defaults[len(args) :]]
+        given = [i for i in self.floats if collected[i] is not None]
+        numbers = torch.stack([_number(collected[i]) for i in given])
+        for i in given:
+            if not _known(collected[i]):
+                collected[i] = _PLACEHOLDER
+        return [*collected, numbers]
+
+    def _replaced(self, args: tuple[Any, ...], read: Callable[[Tensor], Sequence[Any]]) -> tuple[Any, ...]:
+        """The arguments without `numbers`, which have taken their places."""
+        if len(args) <= len(self.defaults):
+            return args
+        *found, numbers = args
+        if numbers is not None:
+            values = iter(read(numbers))
+            for i in self.floats:
+                found[i] = None if found[i] is None else next(values)
+        return tuple(found)
+
+    def _spread(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return self._replaced(args, Tensor.unbind)
+
+    def adapted(
+        self,
+        run: Callable[..., Any],
+        fake: Callable[..., Any],
+        gradient: Gradient | None,
+        batch: Callable[..., Any],
+        autocast: Mapping[str, Callable[..., Any]],
+    ) -> tuple[Any, ...]:
+        """What `operator` takes, for an operator with `numbers`."""
+        count = len(self.defaults)
+
+        def fake_adapted(*args: Any, numbers: Tensor | None = None, **kwargs: Any) -> Any:
+            return fake(*args[:count], **kwargs)
+
+        def batch_adapted(op: Operator, size: int, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+            return batch(op, size, in_dims[:count], *self._spread(args))
+
+        if gradient is not None:
+            save, backward, tangent = gradient
+            gradient = Gradient(
+                lambda node, inputs, output: save(node, self._spread(inputs), output),
+                backward,
+                lambda node, saved, *tangents: tangent(node, saved, *tangents[:count]),
+            )
+        return (
+            lambda *args: run(*self._replaced(args, Tensor.tolist)),
+            fake_adapted,
+            gradient,
+            batch_adapted,
+            {device: lambda *args, rule=rule: rule(*self._spread(args)) for device, rule in autocast.items()},
+        )
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
@@ -91,7 +201,7 @@ def _differentiable() -> Iterator[None]:
 
 
 def _primal(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else forward_ad.unpack_dual(tensor).primal  # type: ignore[no-untyped-call]
+    return None if tensor is None else forward_ad.unpack_dual(tensor, level=0).primal  # type: ignore[no-untyped-call]
 
 
 def _node(op: Any, gradient: Gradient) -> Any:
@@ -152,7 +262,11 @@ def _differentiated(op: Any, gradient: Gradient) -> Callable[..., Any]:
             for i in tensors:
                 if i < len(args) and (t := args[i]) is not None and t.requires_grad:
                     return True
-        return forward_ad._current_level >= 0 or transforms_active()
+        if forward_ad._current_level >= 0 or transforms_active():
+            return True
+        # A graph of torch.compile enters levels of forward mode that Python's counter does not know.
+        first = args[tensors[0]]
+        return isinstance(first, FunctionalTensor)
 
     def kernel(keyset: Any, *args: Any) -> Any:
         if not recorded(args):
