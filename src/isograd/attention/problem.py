@@ -50,8 +50,8 @@ def checked_layout(operation: str, layout: Any) -> str:
 
 def rows(operation: str, argument: str, array: Any, layout: str) -> Any:
     """An array of four axes as [B, H, L, D]."""
-    shape = checked_shape(operation, argument, array.shape)
-    if len(shape) != 4:
+    if len(array.shape) != 4:
+        shape = checked_shape(operation, argument, array.shape)
         raise InvalidProblemError(f"{operation}: {argument} has shape {shape}; expected four axes, {layout}")
     return functional.permuted(array, LAYOUTS[layout])
 

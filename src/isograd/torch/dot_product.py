@@ -190,7 +190,7 @@ _SDPA = "scaled_dot_product_attention"
 
 
 def _broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    if len(set(shapes)) == 1:
+    if all(shape == shapes[0] for shape in shapes[1:]):  # not by hashes, which sizes of a trace lack
         return shapes[0]
     try:
         return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]

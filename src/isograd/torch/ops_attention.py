@@ -2,7 +2,7 @@
 
     attention(Tensor q, Tensor k, Tensor v, Tensor? bias=None, Tensor? mask=None, Tensor? q_segment_ids=None,
               Tensor? k_segment_ids=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? sinks=None,
-              Tensor? seed=None, bool causal=False, str alignment="lower_right", int? left=None, int? right=None,
+              Tensor? seed=None, bool causal=False, str alignment="lower_right", SymInt? left=None, SymInt? right=None,
               float? scale=None, float softcap=0.0, float dropout_p=0.0) -> (Tensor, Tensor)
     attention_backward(Tensor do, Tensor? dlse, Tensor o, Tensor lse, bool dbias, bool dsinks, ...the same)
               -> (Tensor, Tensor, Tensor, Tensor, Tensor)
@@ -80,6 +80,8 @@ def _options(
     operation: str, head_dim: int, causal: bool, alignment: str, left: int | None, right: int | None, *numbers: Any
 ) -> AttentionOptions:
     """The arguments that are not tensors, checked."""
+    if torch.compiler.is_compiling() or not all(side is None or type(side) is int for side in (left, right)):
+        left = right = None  # symbols, which a check would make constants: the call that computes has numbers
     window = None if left is None and right is None else (left, right)
     return AttentionOptions(causal, alignment, window, *numbers).validated(operation, head_dim)
 
@@ -467,7 +469,7 @@ def _autocast(device: str, *args: Any) -> tuple[Tensor, Tensor]:
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias=None, Tensor? mask=None, Tensor? q_segment_ids=None, "
     "Tensor? k_segment_ids=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? sinks=None, "
-    'Tensor? seed=None, bool causal=False, str alignment="lower_right", int? left=None, int? right=None, '
+    'Tensor? seed=None, bool causal=False, str alignment="lower_right", SymInt? left=None, SymInt? right=None, '
     "float? scale=None, float softcap=0.0, float dropout_p=0.0"
 )
 ATTENTION: define.Operator = define.operator(

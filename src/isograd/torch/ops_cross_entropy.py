@@ -1,10 +1,10 @@
 """The operator of cross entropy and its gradient.
 
-    cross_entropy(Tensor logits, Tensor targets, Tensor? weight=None, int dim=1, int ignore_index=-100,
+    cross_entropy(Tensor logits, Tensor targets, Tensor? weight=None, int dim=1, SymInt ignore_index=-100,
                   float label_smoothing=0.0, float z_loss=0.0, str reduction="mean", float? count=None,
                   bool narrow=False, Tensor? divisor=None) -> (Tensor, Tensor)
     cross_entropy_backward(Tensor dloss, Tensor logits, Tensor targets, Tensor? weight, Tensor state, int dim,
-                           int ignore_index, float label_smoothing, float z_loss, str reduction, float? count,
+                           SymInt ignore_index, float label_smoothing, float z_loss, str reduction, float? count,
                            Tensor? divisor=None) -> Tensor
 
 Losses are in the work type; `narrow` rounds that of cross_entropy to the logits'. `divisor` is a count that lies in a
@@ -320,7 +320,7 @@ def _autocast(logits: Tensor, targets: Tensor, weight: Tensor | None = None, *op
 
 
 CROSS_ENTROPY: define.Operator = define.operator(
-    "cross_entropy(Tensor logits, Tensor targets, Tensor? weight=None, int dim=1, int ignore_index=-100, "
+    "cross_entropy(Tensor logits, Tensor targets, Tensor? weight=None, int dim=1, SymInt ignore_index=-100, "
     'float label_smoothing=0.0, float z_loss=0.0, str reduction="mean", float? count=None, bool narrow=False, '
     "Tensor? divisor=None) -> (Tensor, Tensor)",
     run=_forward,
@@ -331,7 +331,7 @@ CROSS_ENTROPY: define.Operator = define.operator(
 )
 CROSS_ENTROPY_BACKWARD: define.Operator = define.operator(
     "cross_entropy_backward(Tensor dloss, Tensor logits, Tensor targets, Tensor? weight, Tensor state, int dim, "
-    "int ignore_index, float label_smoothing, float z_loss, str reduction, float? count, "
+    "SymInt ignore_index, float label_smoothing, float z_loss, str reduction, float? count, "
     "Tensor? divisor=None) -> Tensor",
     run=_backward,
     fake=_backward_fake,

@@ -22,6 +22,7 @@ from isograd.torch.tensors import (
     NAMES,
     Shape,
     empty,
+    holds,
     like,
     normalized_dim,
     require_device,
@@ -35,15 +36,18 @@ from isograd.torch.tensors import (
 
 
 # --- checks that real and fake tensors share -------------------------------------------------------------------------
-def _require_covered(operation: str, small: Shape, name: str, large: Shape, other: str, skipped: int | None) -> None:
+def _require_covered(operation: str, index: Tensor, large: Shape, other: str, skipped: int | None) -> None:
+    if holds(index.numel() == 0):  # torch takes an empty index of any rank
+        return
+    small = index.shape
     if len(small) != len(large) and not len(small) + len(large) == 1:  # a scalar goes with one dimension
         raise InvalidProblemError(
-            f"{operation}: {name} has shape {tuple(small)} and {other} {tuple(large)}; expected the same rank"
+            f"{operation}: index has shape {tuple(small)} and {other} {tuple(large)}; expected the same rank"
         )
     for d, (a, b) in enumerate(zip(small, large, strict=False)):
-        if d != skipped and a > b:
+        if d != skipped and holds(a > b):
             raise InvalidProblemError(
-                f"{operation}: {name} has shape {tuple(small)} and {other} {tuple(large)}; expected no more than {b} "
+                f"{operation}: index has shape {tuple(small)} and {other} {tuple(large)}; expected no more than {b} "
                 f"along dimension {d}"
             )
 
@@ -70,8 +74,7 @@ def _gather_fake(input: Tensor, dim: int, index: Tensor) -> Tensor:  # noqa: A00
     require_device("gather", input=input, index=index)
     require_storage("gather", input, "input")
     dim = normalized_dim("gather", dim, input.shape)
-    if index.numel():  # torch takes an empty index of any rank
-        _require_covered("gather", index.shape, "index", input.shape, "input", dim)
+    _require_covered("gather", index, input.shape, "input", dim)
     return empty(index.shape, input)
 
 
@@ -96,8 +99,7 @@ def _gather_backward_fake(grad: Tensor, dim: int, index: Tensor, size: Shape, un
             f"{name}: grad has shape {tuple(grad.shape)} and index {tuple(index.shape)}; expected the same"
         )
     dim = normalized_dim(name, dim, torch.Size(size))
-    if index.numel():
-        _require_covered(name, index.shape, "index", size, "size", dim)
+    _require_covered(name, index, size, "size", dim)
     return empty(size, grad)
 
 
@@ -123,9 +125,8 @@ def _scatter_add_fake(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Te
     require_storage("scatter_add", input, "input")
     require_same_dtype("scatter_add", src, "src", input, "input")
     dim = normalized_dim("scatter_add", dim, input.shape)
-    if index.numel():
-        _require_covered("scatter_add", index.shape, "index", input.shape, "input", dim)
-        _require_covered("scatter_add", index.shape, "index", src.shape, "src", None)
+    _require_covered("scatter_add", index, input.shape, "input", dim)
+    _require_covered("scatter_add", index, src.shape, "src", None)
     return empty(input.shape, input)
 
 
@@ -197,7 +198,7 @@ def _differentiate_scatter_add(node: Any, saved: tuple[Tensor], g: Tensor) -> tu
     (index,) = saved
     if not node.needs_input_grad[3]:
         return (g,)
-    if index.numel() == 0:
+    if holds(index.numel() == 0):
         return g, None, None, g.new_zeros(node.size)
     d_src = GATHER(g, node.dim, index)
     if d_src.shape != node.size:  # what index does not reach was not read

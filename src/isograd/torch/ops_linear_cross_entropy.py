@@ -1,12 +1,12 @@
 """The operator of cross entropy after a linear layer, and its gradient.
 
     linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, Tensor? bias=None, Tensor? class_weight=None,
-                         int ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0, str reduction="mean",
-                         float? count=None, int? chunk=None, str? preference=None, bool gradient=False,
+                         SymInt ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0, str reduction="mean",
+                         float? count=None, SymInt? chunk=None, str? preference=None, bool gradient=False,
                          Tensor? divisor=None) -> (Tensor, Tensor, Tensor, Tensor)
     linear_cross_entropy_backward(Tensor dloss, Tensor hidden, Tensor weight, Tensor targets, Tensor? bias,
-                                  Tensor? class_weight, int ignore_index, float label_smoothing, float z_loss,
-                                  str reduction, float? count, int? chunk, str? preference, Tensor? divisor=None)
+                                  Tensor? class_weight, SymInt ignore_index, float label_smoothing, float z_loss,
+                                  str reduction, float? count, SymInt? chunk, str? preference, Tensor? divisor=None)
         -> (Tensor, Tensor, Tensor)
 
 `divisor` is a count that lies in a tensor. The loss is in the work type. With `gradient` the gradients of hidden,
@@ -252,8 +252,8 @@ def _autocast(device: str) -> Callable[..., Any]:
 
 LINEAR_CROSS_ENTROPY: define.Operator = define.operator(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, Tensor? bias=None, Tensor? class_weight=None, "
-    'int ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0, str reduction="mean", float? count=None, '
-    "int? chunk=None, str? preference=None, bool gradient=False, Tensor? divisor=None) "
+    'SymInt ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0, str reduction="mean", float? count=None, '
+    "SymInt? chunk=None, str? preference=None, bool gradient=False, Tensor? divisor=None) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     run=_linear,
     fake=_linear_fake,
@@ -263,8 +263,8 @@ LINEAR_CROSS_ENTROPY: define.Operator = define.operator(
 )
 LINEAR_CROSS_ENTROPY_BACKWARD: define.Operator = define.operator(
     "linear_cross_entropy_backward(Tensor dloss, Tensor hidden, Tensor weight, Tensor targets, Tensor? bias, "
-    "Tensor? class_weight, int ignore_index, float label_smoothing, float z_loss, str reduction, float? count, "
-    "int? chunk, str? preference, Tensor? divisor=None) -> (Tensor, Tensor, Tensor)",
+    "Tensor? class_weight, SymInt ignore_index, float label_smoothing, float z_loss, str reduction, float? count, "
+    "SymInt? chunk, str? preference, Tensor? divisor=None) -> (Tensor, Tensor, Tensor)",
     run=_linear_backward,
     fake=_linear_backward_fake,
     gradient=define.Gradient(lambda node, inputs, output: (), _refuse_second, _refuse_second),

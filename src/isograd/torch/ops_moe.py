@@ -1,9 +1,9 @@
 """Operators around the experts: counting and sorting entries, moving rows there and back, auxiliary losses.
 
-    expert_counts(Tensor experts, int num_experts) -> Tensor
-    expert_permutation(Tensor experts, int num_experts) -> (Tensor, Tensor)
-    moe_permute(Tensor x, Tensor order, int k) -> Tensor
-    moe_permute_backward(Tensor dy, Tensor order, int k) -> Tensor
+    expert_counts(Tensor experts, SymInt num_experts) -> Tensor
+    expert_permutation(Tensor experts, SymInt num_experts) -> (Tensor, Tensor)
+    moe_permute(Tensor x, Tensor order, SymInt k) -> Tensor
+    moe_permute_backward(Tensor dy, Tensor order, SymInt k) -> Tensor
     moe_combine(Tensor expert_out, Tensor weights, Tensor order) -> Tensor
     moe_combine_backward(Tensor dy, Tensor expert_out, Tensor weights, Tensor order) -> (Tensor, Tensor)
     load_balancing_loss(Tensor probabilities, Tensor experts) -> Tensor
@@ -69,13 +69,13 @@ def _permutation(experts: Tensor, num_experts: int) -> Pair:
 
 
 EXPERT_COUNTS: define.Operator = define.operator(
-    "expert_counts(Tensor experts, int num_experts) -> Tensor",
+    "expert_counts(Tensor experts, SymInt num_experts) -> Tensor",
     run=_counts,
     fake=_counts_fake,
     batch=define.one_by_one,
 )
 EXPERT_PERMUTATION: define.Operator = define.operator(
-    "expert_permutation(Tensor experts, int num_experts) -> (Tensor, Tensor)",
+    "expert_permutation(Tensor experts, SymInt num_experts) -> (Tensor, Tensor)",
     run=_permutation,
     fake=_permutation_fake,
     batch=define.one_by_one,
@@ -243,7 +243,7 @@ def _push_combine_backward(
 
 
 MOE_PERMUTE: define.Operator = define.operator(
-    "moe_permute(Tensor x, Tensor order, int k) -> Tensor",
+    "moe_permute(Tensor x, Tensor order, SymInt k) -> Tensor",
     run=_permute,
     fake=_permute_fake,
     gradient=define.Gradient(
@@ -254,7 +254,7 @@ MOE_PERMUTE: define.Operator = define.operator(
     batch=define.one_by_one,
 )
 MOE_PERMUTE_BACKWARD: define.Operator = define.operator(
-    "moe_permute_backward(Tensor dy, Tensor order, int k) -> Tensor",
+    "moe_permute_backward(Tensor dy, Tensor order, SymInt k) -> Tensor",
     run=_permute_backward,
     fake=_permute_backward_fake,
     gradient=define.Gradient(

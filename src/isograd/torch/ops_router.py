@@ -1,8 +1,8 @@
 """Operators that choose: the largest elements, and the experts of every token.
 
-    top_k(Tensor input, int k, int dim=-1) -> (Tensor, Tensor)
-    moe_router(Tensor logits, int k, str scoring="softmax", bool renormalize=False, Tensor? bias=None, int groups=1,
-               int group_k=1, float scale=1.0) -> (Tensor, Tensor)
+    top_k(Tensor input, SymInt k, int dim=-1) -> (Tensor, Tensor)
+    moe_router(Tensor logits, SymInt k, str scoring="softmax", bool renormalize=False, Tensor? bias=None, SymInt groups=1,
+               SymInt group_k=1, float scale=1.0) -> (Tensor, Tensor)
     moe_router_backward(Tensor dweights, Tensor logits, Tensor experts, str scoring="softmax", bool renormalize=False,
                         float scale=1.0) -> Tensor
 
@@ -90,7 +90,7 @@ def _batch_top_k(
 
 
 TOP_K: define.Operator = define.operator(
-    "top_k(Tensor input, int k, int dim=-1) -> (Tensor, Tensor)",
+    "top_k(Tensor input, SymInt k, int dim=-1) -> (Tensor, Tensor)",
     run=_top_k,
     fake=_top_k_fake,
     gradient=define.Gradient(
@@ -294,8 +294,8 @@ def _batch_router_backward(
 
 
 MOE_ROUTER: define.Operator = define.operator(
-    'moe_router(Tensor logits, int k, str scoring="softmax", bool renormalize=False, Tensor? bias=None, '
-    "int groups=1, int group_k=1, float scale=1.0) -> (Tensor, Tensor)",
+    'moe_router(Tensor logits, SymInt k, str scoring="softmax", bool renormalize=False, Tensor? bias=None, '
+    "SymInt groups=1, SymInt group_k=1, float scale=1.0) -> (Tensor, Tensor)",
     run=_router,
     fake=_router_fake,
     gradient=define.Gradient(

@@ -3,8 +3,8 @@
     index_select(Tensor input, int dim, Tensor index) -> Tensor
     index_select_backward(Tensor grad, int dim, Tensor index, SymInt[] size) -> Tensor
     index_add(Tensor input, int dim, Tensor index, Tensor source) -> Tensor
-    embedding(Tensor weight, Tensor indices, int padding_idx=-1) -> Tensor
-    embedding_backward(Tensor grad, Tensor indices, SymInt num_embeddings, int padding_idx=-1) -> Tensor
+    embedding(Tensor weight, Tensor indices, SymInt padding_idx=-1) -> Tensor
+    embedding_backward(Tensor grad, Tensor indices, SymInt num_embeddings, SymInt padding_idx=-1) -> Tensor
 
 Linear as those of `ops_gather`, with the order-free sums of `isograd.embedding_backward`. As in torch, an index is not
 negative; a `padding_idx` below zero stands for none.
@@ -279,7 +279,7 @@ INDEX_ADD: define.Operator = define.operator(
     batch=_batch_rows,
 )
 EMBEDDING: define.Operator = define.operator(
-    "embedding(Tensor weight, Tensor indices, int padding_idx=-1) -> Tensor",
+    "embedding(Tensor weight, Tensor indices, SymInt padding_idx=-1) -> Tensor",
     run=_embedding,
     fake=_embedding_fake,
     gradient=define.Gradient(
@@ -290,7 +290,7 @@ EMBEDDING: define.Operator = define.operator(
     batch=_batch_embedding,
 )
 EMBEDDING_BACKWARD: define.Operator = define.operator(
-    "embedding_backward(Tensor grad, Tensor indices, SymInt num_embeddings, int padding_idx=-1) -> Tensor",
+    "embedding_backward(Tensor grad, Tensor indices, SymInt num_embeddings, SymInt padding_idx=-1) -> Tensor",
     run=_embedding_backward,
     fake=_embedding_backward_fake,
     gradient=define.Gradient(

@@ -1,6 +1,6 @@
 """Operators whose results lie on the probability simplex: gumbel_softmax and sparsemax.
 
-    gumbel_softmax(Tensor logits, float tau=1.0, bool hard=False, int dim=-1, int seed=0, int offset=0) -> Tensor
+    gumbel_softmax(Tensor logits, float tau=1.0, bool hard=False, int dim=-1, SymInt seed=0, SymInt offset=0) -> Tensor
     gumbel_softmax_backward(Tensor dy, Tensor y, float tau=1.0, int dim=-1) -> Tensor
     sparsemax(Tensor input, int dim=-1) -> Tensor
     sparsemax_backward(Tensor dy, Tensor y, int dim=-1) -> Tensor
@@ -176,7 +176,7 @@ def _batch(
 
 
 GUMBEL_SOFTMAX: define.Operator = define.operator(
-    "gumbel_softmax(Tensor logits, float tau=1.0, bool hard=False, int dim=-1, int seed=0, int offset=0) -> Tensor",
+    "gumbel_softmax(Tensor logits, float tau=1.0, bool hard=False, int dim=-1, SymInt seed=0, SymInt offset=0) -> Tensor",
     run=_gumbel,
     fake=_gumbel_fake,
     gradient=define.Gradient(

@@ -80,6 +80,15 @@ def normalized_dim(operation: str, dim: int, shape: torch.Size, name: str = "dim
     return dim % rank
 
 
+def holds(condition: Any) -> bool:
+    """Whether a condition on sizes holds; False for one that only the data decide, which the call that runs checks."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
+
+
 def require_same(operation: str, dy: Tensor, y: Tensor) -> None:
     """Raise if a gradient and a result differ in device, dtype or shape."""
     if dy.device != y.device:
