@@ -23,6 +23,7 @@ from isograd.losses.cross_entropy_reference import STATE
 from isograd.losses.reductions import checked_reduction
 from isograd.torch import define
 from isograd.torch.ops import FORWARD
+from isograd.torch.ops_gather import GATHER_BACKWARD
 from isograd.torch.tensors import (
     INDEX_DTYPES,
     empty,
@@ -309,6 +310,82 @@ def _push_backward(
     return total  # type: ignore[no-any-return]
 
 
+# --- vmap ------------------------------------------------------------------------------------------------------------
+def _totals(values: Tensor) -> Tensor:
+    """The order-free sum of every member's values, as the reduction of one member alone has it."""
+    lines = values.reshape(values.shape[0], -1)
+    index = torch.zeros(lines.shape, dtype=torch.int64, device=lines.device)
+    return GATHER_BACKWARD(lines, 1, index, [lines.shape[0], 1]).squeeze(1)  # type: ignore[no-any-return]
+
+
+class _Members:
+    """The problems of a batch as one problem, batch first, whose losses are not reduced."""
+
+    def __init__(self, size: int, in_dims: tuple[int | None, ...], logits: Tensor, targets: Tensor, *rest: Any) -> None:
+        self.weight, dim, *options = rest
+        self.ignore_index, smoothing, z_loss, self.reduction, self.count, *given = options
+        self.divisor = given[0] if given else None
+        self.logits, self.targets = (
+            define.batched(t, d, size) for t, d in zip((logits, targets), in_dims, strict=False)
+        )
+        self.dim = dim % (self.logits.dim() - 1) + 1
+        self.options = (self.ignore_index, smoothing, z_loss, "none", None)
+
+    def divisors(self) -> Any:
+        """What the mean of every member divides by."""
+        work = work_dtype(self.logits.dtype)
+        if self.divisor is not None:
+            return self.divisor.to(device=self.logits.device, dtype=work)
+        if self.count is not None:
+            return torch.full((), self.count, dtype=work, device=self.logits.device)
+        rows = self.logits.select(self.dim, 0)
+        if self.targets.dtype not in INDEX_DTYPES:
+            return torch.full((), max(rows[0].numel(), 1), dtype=work, device=rows.device)
+        kept = (self.targets != self.ignore_index).reshape(rows.shape[0], -1)
+        if self.weight is None:
+            return kept.sum(1).to(work)
+        places = torch.where(kept, self.targets.reshape(kept.shape).long(), 0)
+        weights = self.weight.to(work)[places]
+        return _totals(torch.where(kept, weights, torch.zeros_like(weights)))
+
+
+def _alone(size: int, in_dims: tuple[int | None, ...], weight: int, logits: Tensor, count: Any, divisor: int) -> bool:
+    """Whether members are computed one by one: with weights or a divisor of their own, or nothing to compute."""
+    own = any(i < len(in_dims) and in_dims[i] is not None for i in (weight, divisor))
+    return own or size == 0 or logits.numel() == 0 or isinstance(count, Tensor)
+
+
+def _batch_forward(
+    op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Any
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    logits, targets, weight, dim, *options = *args, *op.defaults[len(args) :]  # type: ignore[attr-defined]
+    narrow = options.pop(5)
+    if _alone(size, in_dims, 2, logits, options[4], 10):
+        return define.one_by_one(op, size, in_dims, *args)
+    whole = _Members(size, in_dims, logits, targets, weight, dim, *options)
+    losses, state = op(whole.logits, whole.targets, weight, whole.dim, *whole.options, False)
+    if whole.reduction != "none":
+        losses = _totals(losses)
+        losses = losses / whole.divisors() if whole.reduction == "mean" else losses
+    return (losses.to(logits.dtype) if narrow else losses, state), (0, 1)
+
+
+def _batch_backward(
+    op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Any
+) -> tuple[Tensor, int]:
+    dloss, logits, targets, weight, state, *options = args
+    if _alone(size, in_dims, 3, logits, options[5], 11):
+        return define.one_by_one(op, size, in_dims, *args)
+    whole = _Members(size, in_dims[1:3], logits, targets, weight, *options)
+    g = define.batched(dloss, in_dims[0], size)
+    if whole.reduction != "none":
+        g = g / whole.divisors() if whole.reduction == "mean" else g
+        rows = whole.logits.select(whole.dim, 0)
+        g = g.reshape(size, *(1,) * (rows.dim() - 1)).expand(rows.shape)
+    states = define.batched(state, in_dims[4], size).movedim(0, 1)
+    return op(g, whole.logits, whole.targets, weight, states, whole.dim, *whole.options), 0
+
+
 def _autocast(logits: Tensor, targets: Tensor, weight: Tensor | None = None, *options: Any) -> tuple[Tensor, Tensor]:
     """As torch's cross_entropy under autocast: narrow logits give float32."""
     (logits,) = wide(logits)
@@ -326,7 +403,7 @@ CROSS_ENTROPY: define.Operator = define.operator(
     run=_forward,
     fake=_forward_fake,
     gradient=define.Gradient(_save_forward, _differentiate_forward, _push_forward),
-    batch=define.one_by_one,
+    batch=_batch_forward,
     autocast={"CUDA": _autocast, "CPU": _autocast},
 )
 CROSS_ENTROPY_BACKWARD: define.Operator = define.operator(
@@ -336,5 +413,5 @@ CROSS_ENTROPY_BACKWARD: define.Operator = define.operator(
     run=_backward,
     fake=_backward_fake,
     gradient=define.Gradient(_save_backward, _differentiate_backward, _push_backward),
-    batch=define.one_by_one,
+    batch=_batch_backward,
 )

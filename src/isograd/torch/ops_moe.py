@@ -242,6 +242,24 @@ def _push_combine_backward(
     return d_rows, d_weights
 
 
+def _batch_tokens(op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+    """Over a batch, whose members' tokens lie one behind the other; `order` counts from those of its own member."""
+    place = next(i for i, a in enumerate(op._schema.arguments) if a.name == "order")  # type: ignore[attr-defined]
+    members = [a if d is None and not isinstance(a, Tensor) else define.batched(a, d, size)
+               for a, d in zip(args, in_dims, strict=True)]  # fmt: skip
+    order = members[place]
+    step = order.shape[1]
+    if size == 0 or step == 0 or any(isinstance(m, Tensor) and m.dim() != (2 if m is order else 3) for m in members):
+        return define.one_by_one(op, size, in_dims, *args)
+    # What is no place of its member stays none of the whole, and is told as that.
+    inside = (order >= 0) & (order < step)
+    first = torch.arange(size, device=order.device).unsqueeze(1) * step
+    members[place] = torch.where(inside, order + first, torch.full_like(order, -1))
+    result = op(*[m.flatten(0, 1) if isinstance(m, Tensor) else m for m in members])
+    parts = [t.unflatten(0, (size, -1)) for t in ((result,) if isinstance(result, Tensor) else result)]
+    return (parts[0], 0) if isinstance(result, Tensor) else (tuple(parts), (0,) * len(parts))
+
+
 MOE_PERMUTE: define.Operator = define.operator(
     "moe_permute(Tensor x, Tensor order, SymInt k) -> Tensor",
     run=_permute,
@@ -251,7 +269,7 @@ MOE_PERMUTE: define.Operator = define.operator(
         lambda node, saved, dy: (MOE_PERMUTE_BACKWARD(dy, saved[0], node.k),),
         lambda node, saved, t, *rest: MOE_PERMUTE(t, saved[0], node.k),
     ),
-    batch=define.one_by_one,
+    batch=_batch_tokens,
 )
 MOE_PERMUTE_BACKWARD: define.Operator = define.operator(
     "moe_permute_backward(Tensor dy, Tensor order, SymInt k) -> Tensor",
@@ -262,7 +280,7 @@ MOE_PERMUTE_BACKWARD: define.Operator = define.operator(
         lambda node, saved, g: (MOE_PERMUTE(g, saved[0], node.k),),
         lambda node, saved, t, *rest: MOE_PERMUTE_BACKWARD(t, saved[0], node.k),
     ),
-    batch=define.one_by_one,
+    batch=_batch_tokens,
 )
 MOE_COMBINE: define.Operator = define.operator(
     "moe_combine(Tensor expert_out, Tensor weights, Tensor order) -> Tensor",
@@ -273,14 +291,14 @@ MOE_COMBINE: define.Operator = define.operator(
         lambda node, saved, dy: MOE_COMBINE_BACKWARD(dy, *saved),
         _push_combine,
     ),
-    batch=define.one_by_one,
+    batch=_batch_tokens,
 )
 MOE_COMBINE_BACKWARD: define.Operator = define.operator(
     "moe_combine_backward(Tensor dy, Tensor expert_out, Tensor weights, Tensor order) -> (Tensor, Tensor)",
     run=_combine_backward,
     fake=_combine_backward_fake,
     gradient=define.Gradient(_save_combine_backward, _differentiate_combine_backward, _push_combine_backward),
-    batch=define.one_by_one,
+    batch=_batch_tokens,
 )
 
 

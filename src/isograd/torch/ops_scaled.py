@@ -65,10 +65,16 @@ def _push(node: Any, saved: Saved, t_input: Tensor | None, t_factor: Tensor | No
     return t if t_factor is None else t + SCALED(x, t_factor)
 
 
+def _batch(op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Any, Any]:
+    if in_dims[1] is not None:
+        return define.one_by_one(op, size, in_dims, *args)
+    return op(define.batched(args[0], in_dims[0], size), args[1]), 0
+
+
 SCALED: define.Operator = define.operator(
     "scaled(Tensor input, Tensor factor) -> Tensor",
     run=_scaled,
     fake=_scaled_fake,
     gradient=define.Gradient(_save, _differentiate, _push),
-    batch=define.one_by_one,
+    batch=_batch,
 )
