@@ -370,9 +370,7 @@ def _batch_forward(
     return (losses.to(logits.dtype) if narrow else losses, state), (0, 1)
 
 
-def _batch_backward(
-    op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Any
-) -> tuple[Tensor, int]:
+def _batch_backward(op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
     dloss, logits, targets, weight, state, *options = args
     if _alone(size, in_dims, 3, logits, options[5], 11):
         return define.one_by_one(op, size, in_dims, *args)

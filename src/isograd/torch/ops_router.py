@@ -1,8 +1,8 @@
 """Operators that choose: the largest elements, and the experts of every token.
 
     top_k(Tensor input, SymInt k, int dim=-1) -> (Tensor, Tensor)
-    moe_router(Tensor logits, SymInt k, str scoring="softmax", bool renormalize=False, Tensor? bias=None, SymInt groups=1,
-               SymInt group_k=1, float scale=1.0) -> (Tensor, Tensor)
+    moe_router(Tensor logits, SymInt k, str scoring="softmax", bool renormalize=False, Tensor? bias=None,
+               SymInt groups=1, SymInt group_k=1, float scale=1.0) -> (Tensor, Tensor)
     moe_router_backward(Tensor dweights, Tensor logits, Tensor experts, str scoring="softmax", bool renormalize=False,
                         float scale=1.0) -> Tensor
 

@@ -176,7 +176,8 @@ def _batch(
 
 
 GUMBEL_SOFTMAX: define.Operator = define.operator(
-    "gumbel_softmax(Tensor logits, float tau=1.0, bool hard=False, int dim=-1, SymInt seed=0, SymInt offset=0) -> Tensor",
+    "gumbel_softmax(Tensor logits, float tau=1.0, bool hard=False, int dim=-1, SymInt seed=0, SymInt offset=0) "
+    "-> Tensor",
     run=_gumbel,
     fake=_gumbel_fake,
     gradient=define.Gradient(

@@ -12,6 +12,7 @@ from isograd.errors import DeviceMismatchError, InvalidProblemError, Unsupported
 from isograd.plan import DTYPES as DTYPE_NAMES
 from isograd.plan import INDEX_DTYPES as INDEX_DTYPE_NAMES
 from isograd.plan import Plan
+from isograd.torch import sharding
 
 DTYPES = tuple([getattr(torch, name) for name in DTYPE_NAMES])
 INDEX_DTYPES = tuple([getattr(torch, name) for name in INDEX_DTYPE_NAMES])
@@ -25,6 +26,8 @@ def require_tensor(operation: str, tensor: Any, name: str) -> None:
     """Raise unless this is a tensor."""
     if not isinstance(tensor, Tensor):
         raise InvalidProblemError(f"{operation}: {name} is {type(tensor).__name__}; expected a torch tensor")
+    if not isinstance(tensor, torch.nn.Parameter):
+        sharding.register()  # perhaps a DTensor
 
 
 def require_dense(operation: str, tensor: Any, name: str, dtype: torch.dtype | None = None) -> None:
