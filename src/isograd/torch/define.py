@@ -108,7 +108,8 @@ def _number(value: Any) -> Tensor:
     """A number as a tensor; a sum is what torch.compile turns into one that has the symbol as its input."""
     if isinstance(value, Tensor):
         return value
-    return torch.zeros((), dtype=torch.float64, device="cpu") + value
+    zero = torch.zeros((), dtype=torch.float64, device="cpu")
+    return zero.add(value)
 
 
 class Numbered:
@@ -147,9 +148,10 @@ class Numbered:
             return args
         *found, numbers = args
         if numbers is not None:
-            values = iter(read(numbers))
-            for i in self.floats:
-                found[i] = None if found[i] is None else next(values)
+            given = [i for i in self.floats if found[i] is not None]
+            for i, value in zip(given, read(numbers), strict=True):
+                if found[i] == _PLACEHOLDER:  # what is known stays a float
+                    found[i] = value
         return tuple(found)
 
     def _spread(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
