@@ -5,13 +5,13 @@ else is replicated: sums over shards would depend on where they were cut.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 # Axes of the outputs, then of the tensors among the arguments that are given; None is replicated.
-Cut = tuple[list[int | None], list[int | None]]
+Cut = tuple[Sequence[int | None], Sequence[int | None]]
 _TENSOR = "torch.distributed.tensor"
 _registered = False
 
