@@ -51,7 +51,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """The operator on [B, H, L, D]; extra: its tensors from bias to seed."""
     head_dim, v_dim = q.shape[-1], v.shape[-1]
-    window = (None, None) if options.window is None else options.window
+    window: tuple[int | None, ...] = (None, None) if options.window is None else options.window
     if not torch.compiler.is_compiling():  # a trace may have symbols, which the call that computes checks as numbers
         options = options.validated(name, head_dim)
         window = tuple([None if side is None else min(side, _WIDEST) for side in options.window or window])

@@ -358,7 +358,8 @@ def _alone(size: int, in_dims: tuple[int | None, ...], weight: int, logits: Tens
 def _batch_forward(
     op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Any
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    logits, targets, weight, dim, *options = *args, *op.defaults[len(args) :]  # type: ignore[attr-defined]
+    defaults: tuple[Any, ...] = op.defaults  # type: ignore[attr-defined]
+    logits, targets, weight, dim, *options = *args, *defaults[len(args) :]
     narrow = options.pop(5)
     if _alone(size, in_dims, 2, logits, options[4], 10):
         return define.one_by_one(op, size, in_dims, *args)
