@@ -127,7 +127,10 @@ def index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: 
     require_dense("index_add", input, "input")
     index = checked_index("index_add", index, "index")
     require_dense("index_add", source, "source")
-    if alpha != 1:
+    if torch.compiler.is_compiling():  # alpha may be a symbol, which a sum turns into an input of the graph
+        zero = torch.zeros((), dtype=torch.float64, device=source.device)
+        source = SCALED(source, zero + real_number("index_add", "alpha", alpha))
+    elif alpha != 1:
         factor = torch.full((), real_number("index_add", "alpha", alpha), dtype=torch.float64, device=source.device)
         source = SCALED(source, factor)
     return INDEX_ADD(input, integer("index_add", "dim", dim), index, source)  # type: ignore[no-any-return]
