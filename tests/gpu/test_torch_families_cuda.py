@@ -289,4 +289,4 @@ def test_an_unmodified_model_with_experts_in_the_switch():
     for a, b in zip(first, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     assert switch.report().replaced["torch.Tensor.index_add_"] == 16
-    assert not switch.report().not_replaced
+    assert switch.report().not_replaced.keys() == {"torch.Tensor.matmul", "torch.Tensor.__getitem__"}

@@ -275,7 +275,7 @@ def test_an_index_out_of_range():
             lambda i: igt.scatter_add(x, 1, i, torch.ones(1, 2)),
             lambda i: igt.take_along_dim(x, i, 1),
         ):
-            with pytest.raises(ig.IndexOutOfRangeError, match=r"indices\[0, 1\] is"):
+            with pytest.raises(ig.IndexOutOfRangeError, match=r"(index|indices)\[0, 1\] is"):
                 call(torch.tensor(index))
     for index in ([0, 3], [0, -1]):
         for call in (
@@ -283,7 +283,7 @@ def test_an_index_out_of_range():
             lambda i: igt.index_add(x, 0, i, torch.ones(2, 4)),
             lambda i: igt.embedding(i, x),
         ):
-            with pytest.raises(ig.IndexOutOfRangeError, match=r"indices\[1\] is"):
+            with pytest.raises(ig.IndexOutOfRangeError, match=r"(index|input)\[1\] is"):
                 call(torch.tensor(index))
     assert not x.any()
 
