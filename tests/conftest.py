@@ -1,5 +1,6 @@
 """Fixtures that every folder of tests shares."""
 
+import atexit
 import functools
 import gc
 import os
@@ -56,6 +57,7 @@ def pytest_sessionfinish():
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         gc.freeze()
+        atexit.register(gc.unfreeze)  # for the interpreter's own end: what bindings hold would be called leaked
 
 
 @pytest.fixture

@@ -79,8 +79,10 @@ def test_results_and_environment_survive_each_other(mode, dtypes):
 def test_without_the_guard_the_environment_would_leak_in(mode, monkeypatch):
     expected = digest(np.float32)
     enter, leave = fenv.enter, fenv.leave
-    monkeypatch.setattr(parallel.fenv, "enter", lambda: 0)
-    monkeypatch.setattr(parallel.fenv, "leave", lambda previous: None)
+    monkeypatch.setattr(fenv, "enter", lambda: 0)
+    monkeypatch.setattr(fenv, "leave", lambda previous: None)
+    monkeypatch.setattr(fenv.default_environment, "__enter__", lambda block: 0)
+    monkeypatch.setattr(fenv.default_environment, "__exit__", lambda block, *error: None)
     previous = enter()
     leave(MODES[mode])
     try:

@@ -138,10 +138,10 @@ def test_bits_of_the_numpy_gumbel_softmax(dtype, dim, hard):
     logits = randn(3, 5, dtype=dtype).requires_grad_()
     for seed in (0, (1 << 64) - 3):
         y = igt.gumbel_softmax(logits, 0.5, hard, dim, seed=seed, offset=7)
-        assert same_bits(y, ig.gumbel_softmax(numpy(logits), 0.5, hard, dim, seed, 7))
+        assert same_bits(y, ig.gumbel_softmax(numpy(logits), 0.5, hard, dim, seed=seed, offset=7))
         dy = randn(3, 5, dtype=dtype, seed=1)
         (dx,) = torch.autograd.grad(y, logits, dy)
-        soft = ig.gumbel_softmax(numpy(logits), 0.5, False, dim, seed, 7)
+        soft = ig.gumbel_softmax(numpy(logits), 0.5, False, dim, seed=seed, offset=7)
         assert same_bits(dx, ig.gumbel_softmax_backward(numpy(dy), soft, 0.5, dim))
 
 

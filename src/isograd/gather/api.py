@@ -219,9 +219,9 @@ def _index_sum(
         )
     shape = (num, *values.shape[len(leading) :])
     descriptor = IndexSumDescriptor(shape, leading, dtype, index_dtype, negative, False, skipped)
-    out = functional.empty(shape, dtype, values)
     with named(name, indices=index_key, indices_shape=index_key, values=key, shape=key):
         plan = functional.plan(IndexSumPlan, descriptor, device)
+        out = functional.empty(shape, dtype, values)
         return restore(functional.run(plan, indices=indices, values=values, out=out))
 
 
