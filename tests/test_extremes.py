@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @each_dtype
-@pytest.mark.parametrize("seeds", [range(16), exhaustive(range(16, 1200))], ids=["few", "many"])
+@pytest.mark.parametrize("seeds", [range(3), thorough(range(3, 16)), exhaustive(range(16, 1200))], ids=["few", "more", "many"])
 @pytest.mark.parametrize("operation", FLOATS)
 def test_bounds_hold(operation, seeds, dtype):
     for entry in entries(operation, dtype):
@@ -28,7 +28,7 @@ def test_bounds_hold(operation, seeds, dtype):
 
 def layouts(array):
     """The array in C and Fortran order, with gaps, and backwards."""
-    gaps = np.empty([2 * n for n in array.shape], array.dtype)[(slice(None, None, 2),) * array.ndim]
+    gaps = np.empty([2 * n for n in array.shape], array.dtype)[(..., *[slice(None, None, 2)] * array.ndim)]
     gaps[...] = array
     back = (slice(None, None, -1),) * array.ndim
     return array, np.array(array, order="F"), gaps, np.array(array[back], order="C")[back] if array.ndim else array
