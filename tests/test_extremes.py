@@ -16,7 +16,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @each_dtype
-@pytest.mark.parametrize("seeds", [range(3), thorough(range(3, 16)), exhaustive(range(16, 1200))], ids=["few", "more", "many"])
+@pytest.mark.parametrize(
+    "seeds", [range(3), thorough(range(3, 16)), exhaustive(range(16, 1200))], ids=["few", "more", "many"]
+)
 @pytest.mark.parametrize("operation", FLOATS)
 def test_bounds_hold(operation, seeds, dtype):
     for entry in entries(operation, dtype):

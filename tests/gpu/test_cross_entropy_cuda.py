@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "losses"))
-from cross_entropy_problems import NUMPY, Problem, by_definition, problem, raw  # noqa: E402
+from cross_entropy_problems import NUMPY, Problem, by_definition, problem, raw, with_zeros  # noqa: E402
 
 import isograd as ig  # noqa: E402
 from isograd.losses import cross_entropy_reference as reference  # noqa: E402
@@ -126,6 +126,16 @@ def test_special_values(dtype: str, n: int) -> None:
         # Rows whose largest elements are zeros of both signs.
         x[2:10] = np.where(rng.random((8, n)) < 0.5, -np.abs(x[2:10]), rng.choice([0.0, -0.0], (8, n)))
         check(p._replace(logits=x.astype(p.logits.dtype)))
+
+
+@pytest.mark.parametrize("dtype", NUMPY)
+@pytest.mark.parametrize("n", [9, 20_000])
+def test_zeros_of_both_signs_in_weights_and_operands(dtype: str, n: int) -> None:
+    rng = np.random.default_rng(12)
+    for kind, z in itertools.product(KINDS, (0.0, 1e-3)):
+        p = with_zeros(rng, problem(rng, (24, n), NUMPY[dtype], kind=kind, weighted=True, z_loss=z))
+        check(p)
+        check(p, layout=LAYOUTS["transposed"])
 
 
 LAYOUTS = {

@@ -1,6 +1,6 @@
 """Run under TRITON_INTERPRET=1: compare the Triton kernels of cross entropy with the reference in the interpreter.
 
-    python cross_entropy_interpreted.py [--exhaustive] hard|smooth|probabilities|faults|parts|linear|reductions...
+    python cross_entropy_interpreted.py [--exhaustive] hard|smooth|probabilities|zeros|faults|parts|linear|reductions...
 
 Prints the number of cases of each suite and of those that differ. Not a test itself: the variable acts when triton is
 imported.
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from choices import few
 from cross_entropy_problems import KINDS as TARGETS
-from cross_entropy_problems import NUMPY, Problem, by_definition, problem, raw
+from cross_entropy_problems import NUMPY, Problem, by_definition, problem, raw, with_zeros
 from interpreter_patches import report
 
 import isograd as ig
@@ -110,6 +110,20 @@ def compared(kind: str) -> Iterator[Case]:
     cross_entropy(descriptor, given | {"dlosses": g, "losses": losses, "dlogits": dx})
     expected = by_definition(p)
     yield f"{kind} strides", (raw(to_numpy(losses)), raw(to_numpy(dx))) == (raw(expected[0]), raw(expected[2]))
+
+
+def zeros() -> Iterator[Case]:
+    """Class weights and gradients that are zeros of both signs; the interpreter's maximum of logits does not order them."""
+    rng = np.random.default_rng(65)
+    for dtype, kind, z, order in few(4, list(NUMPY), TARGETS, (0.0, 1e-2), ("C", "F")):
+        p = problem(rng, (12, 9), NUMPY[dtype], kind=kind, weighted=True, z_loss=z)
+        p = with_zeros(rng, p)._replace(logits=np.array(p.logits, order=order))
+        with np.errstate(all="ignore"):
+            got, expected = by_triton(p, None), by_definition(p)
+        wrong = [
+            i for i, pair in enumerate(zip(got, (*expected, expected[1]), strict=True)) if raw(pair[0]) != raw(pair[1])
+        ]
+        yield f"zeros {dtype} {kind} {z} {order} results {wrong}", not wrong
 
 
 def faults() -> Iterator[Case]:
@@ -251,5 +265,5 @@ def reductions() -> Iterator[Case]:
 if __name__ == "__main__":
     report(
         {kind: partial(compared, kind) for kind in TARGETS}
-        | {"faults": faults, "parts": parts, "linear": linear, "reductions": reductions}
+        | {"zeros": zeros, "faults": faults, "parts": parts, "linear": linear, "reductions": reductions}
     )

@@ -60,6 +60,16 @@ def problem(rng, shape, dtype, axis=1, kind="hard", weighted=False, z_loss=0.0, 
     return Problem(x, targets, weight, np.asarray(rng.standard_normal(rows).astype(work(dtype))), options)
 
 
+def with_zeros(rng, p):
+    """The problem with zeros of both signs for most of its class weights, logits and gradients of losses."""
+
+    def drawn(array):
+        zeros = np.copysign(0.0, rng.random(array.shape) - 0.5)
+        return np.where(rng.random(array.shape) < 0.6, zeros, array).astype(array.dtype)
+
+    return p._replace(logits=drawn(p.logits), weight=drawn(p.weight), dlosses=drawn(p.dlosses))
+
+
 def by_plan(p, gradient_in_place=False, device="cpu"):
     """(losses, state, gradient from the state, losses and gradient at once) of the kernels."""
     rows, of = p.dlosses.shape, p.dlosses.dtype

@@ -20,6 +20,7 @@ CASES = {
     "hard": (11, 57),
     "smooth": (11, 57),
     "probabilities": (11, 57),
+    "zeros": (12, 48),
     "faults": (6, 6),
     "parts": (24, 48),
     "linear": (14, 60),
