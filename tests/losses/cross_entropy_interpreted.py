@@ -113,7 +113,7 @@ def compared(kind: str) -> Iterator[Case]:
 
 
 def zeros() -> Iterator[Case]:
-    """Class weights and gradients that are zeros of both signs; the interpreter's maximum of logits does not order them."""
+    """Class weights and gradients that are zeros of both signs. The interpreter's maximum of logits orders none."""
     rng = np.random.default_rng(65)
     for dtype, kind, z, order in few(4, list(NUMPY), TARGETS, (0.0, 1e-2), ("C", "F")):
         p = problem(rng, (12, 9), NUMPY[dtype], kind=kind, weighted=True, z_loss=z)

@@ -196,7 +196,7 @@ def _dense_backward(
     do = np.where(seeing[..., None], do, 0)
     delta = np.where(seeing, (o * do).sum(axis=-1) - (0 if dlse is None else dlse), 0)
     ds = p * (d.keep * (do @ np.swapaxes(d.v, 2, 3)) - delta[..., None])
-    inner = scale * ds * d.slope
+    inner = ds * d.slope
     dbias = dsinks = None
     if inputs.bias is not None:
         shape = np.shape(inputs.bias)
@@ -205,9 +205,10 @@ def _dense_backward(
     if inputs.sinks is not None:
         share = np.exp(np.asarray(inputs.sinks).astype(_WIDE)[:, None] - np.where(lse == -np.inf, np.inf, lse))
         dsinks = -(share * delta).sum(axis=(0, 2))
+    # The scale comes last: with it an element of dS may overflow where its product with a small k or slope does not.
     return AttentionGradients(
-        inner @ d.k,
-        grouped(np.swapaxes(inner, 2, 3) @ d.q, heads),
+        scale * (inner @ d.k),
+        scale * grouped(np.swapaxes(inner, 2, 3) @ d.q, heads),
         grouped(np.swapaxes(d.keep * p, 2, 3) @ do, heads),
         dbias,
         dsinks,
