@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @each_dtype
 @pytest.mark.parametrize(
-    "seeds", [range(3), thorough(range(3, 16)), exhaustive(range(16, 1200))], ids=["few", "more", "many"]
+    "seeds", [range(2), thorough(range(2, 16)), exhaustive(range(16, 1200))], ids=["few", "more", "many"]
 )
 @pytest.mark.parametrize("operation", FLOATS)
 def test_bounds_hold(operation, seeds, dtype):
@@ -37,12 +37,13 @@ def layouts(array):
 
 
 @each_dtype
+@pytest.mark.parametrize("seeds", [range(3), thorough(range(3, 6))], ids=["few", "more"])
 @pytest.mark.parametrize("operation", [name for name in FLOATS if SUITES[name].reference is not None])
-def test_zeros_of_both_signs_in_every_layout(operation, dtype):
+def test_zeros_of_both_signs_in_every_layout(operation, seeds, dtype):
     suite = SUITES[operation]
     for entry in entries(operation, dtype):
         run = Runner(suite, entry, DEVICES["cpu"])
-        for seed in range(6):
+        for seed in seeds:
             case = zeros(seed, operation, dtype)
             expected = None
             if run.plan(case).precision_guarantee.bit_stable_across_hardware:
