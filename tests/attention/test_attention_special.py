@@ -266,3 +266,11 @@ def test_windows_wider_than_any_length_see_everything():
     whole = ig.attention(q, k, v)
     assert ig.attention(q, k, v, window=(2**63, 10**30)).tobytes() == whole.tobytes()
     assert reference.visible(AttentionOptions(window=(2**63, None)), 6, 6).all()
+
+
+def test_an_oracle_whose_scaled_ds_would_overflow():
+    rng = np.random.default_rng(11)
+    do, q, k, v = (1e-4 * rng.standard_normal((1, 1, 5, 4)) for _ in range(4))
+    options, dlse = AttentionOptions(scale=1e4), np.full((1, 1, 5), 1e307)
+    found = reference.oracle_attention_backward(do, q, k, v, options, dlse=dlse)
+    assert all(np.isfinite(x).all() for x in found[:3])
