@@ -168,6 +168,26 @@ def test_compile_with_cuda_graphs():
         assert same_bits(compiled(x).clone(), igt.softmax(x + 1, -1))
 
 
+def test_cuda_graphs_read_every_number_and_seed():
+    def noise(x, value):
+        return igt.gumbel_softmax(x, 0.1 * value, seed=value)
+
+    def dropped(x, value):
+        q = x.reshape(1, 2, 16, 16)
+        return igt.attention(q, q, q, scale=0.1 * value, dropout_p=0.5, seed=value)
+
+    def mean(x, value):
+        return igt.cross_entropy(x, torch.arange(16, device="cuda"), z_loss=0.1 * value)
+
+    x = sample(16, 32, device="cuda")
+    for function in (noise, dropped, mean):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, fullgraph=True, mode="reduce-overhead", dynamic=True)
+        for value in (3, 5, 4, 3, 7, 6, 5):
+            torch.compiler.cudagraph_mark_step_begin()
+            assert same_bits(compiled(x, value).clone(), function(x, value))
+
+
 # --- launching -------------------------------------------------------------------------------------------------------
 def test_the_plan_of_a_gpu():
     plan = ig.SoftmaxPlan.select(ig.SoftmaxDescriptor("softmax", (4, 100), "bfloat16", -1), device="cuda")

@@ -66,6 +66,12 @@ def placed(axis):
     return [Replicate() if axis is None else Shard(axis)]
 
 
+def shard(tensor, mesh, axis):
+    """The DTensor of this rank, whose group need not exchange anything for it."""
+    local = tensor if axis is None else tensor.chunk(2, axis)[mesh.get_rank()].contiguous()
+    return distributed.DTensor.from_local(local, mesh, placed(axis), run_check=False)
+
+
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("cut", [False, True], ids=["replicated", "cut"])
 def test_shards_have_the_bits_of_the_whole(mesh, name, cut):
@@ -74,7 +80,7 @@ def test_shards_have_the_bits_of_the_whole(mesh, name, cut):
     if cut and result_axis is None:
         pytest.skip("no axis is cut")
     axes = axes if cut else (None,) * len(axes)
-    given = [distributed.distribute_tensor(t, mesh, placed(axis)) for t, axis in zip(tensors, axes, strict=True)]
+    given = [shard(t, mesh, axis) for t, axis in zip(tensors, axes, strict=True)]
     found, expected = run(function, given), run(function, tensors)
     assert list(found[0].placements) == placed(result_axis if cut else None)
     if cut and name in GATHERED:
@@ -84,3 +90,38 @@ def test_shards_have_the_bits_of_the_whole(mesh, name, cut):
         if isinstance(placement, Shard):
             whole = whole.chunk(2, placement.dim)[0]
         assert torch.equal(part.to_local(), whole)
+
+
+# --- two processes ---------------------------------------------------------------------------------------------------
+EXCHANGED = ("softmax", "cross_entropy", "cross_entropy_mean", "attention", "embedding")
+
+
+def compare_as_rank(rank, store):
+    """Compare everything that two ranks make of their shards with the whole; an error ends the process."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    for name in EXCHANGED:
+        function, tensors, axes, _ = CALLS[name]
+        found = run(function, [shard(t, mesh, axis) for t, axis in zip(tensors, axes, strict=True)])
+        for part, whole in zip(found, run(function, tensors), strict=True):
+            assert torch.equal(part.full_tensor(), whole), name
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs Gloo")
+def test_two_processes_have_the_bits_of_one(tmp_path):
+    spawned = torch.multiprocessing.get_context("spawn")
+    ranks = [spawned.Process(target=compare_as_rank, args=(rank, tmp_path / "store")) for rank in range(2)]
+    try:
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(240)
+        assert [process.exitcode for process in ranks] == [0, 0]
+    finally:
+        for process in ranks:
+            process.kill()

@@ -20,6 +20,8 @@ def rows(n):
     return torch.linspace(-1, 1, n * 16).reshape(n, 16)
 
 
+SHARES, CHOSEN = torch.rand(12, 2, generator=torch.Generator().manual_seed(2)), torch.arange(24).reshape(12, 2) % 8
+
 # name: (function of a tensor that is differentiated and a value, the tensor, values)
 CALLS = {
     "attention scale": (lambda q, v: igt.attention(q, q, q, scale=v), Q, FLOATS),
@@ -53,8 +55,37 @@ CALLS = {
     "gather": (lambda x, v: igt.gather(x[:v], 1, x[:v].argsort(1)), rows(12), INTEGERS),
     "moe_permute": (lambda x, v: igt.moe_permute(x[:v], torch.arange(2 * v), 2), rows(12), INTEGERS),
     "router_z_loss": (lambda x, v: igt.router_z_loss(x[:v]), rows(12), INTEGERS),
+    "log_softmax": (lambda x, v: igt.log_softmax(x[:v], -1), rows(12), INTEGERS),
+    "softmax_backward": (lambda x, v: igt.softmax_backward(x[:v], X[:1].expand(v, 16), -1), rows(12), INTEGERS),
+    "log_softmax_backward": (lambda x, v: igt.log_softmax_backward(x[:v], x[:v], -1), rows(12), INTEGERS),
+    "sparsemax": (lambda x, v: igt.sparsemax(x[:v]), rows(12), INTEGERS),
+    "kl_div": (lambda x, v: igt.kl_div(x[:v], x[:v], log_target=True), rows(12), INTEGERS),
+    "distillation_loss": (lambda x, v: igt.distillation_loss(x[:v], x[:v].detach()), rows(12), INTEGERS),
+    "linear_cross_entropy": (lambda x, v: igt.linear_cross_entropy(x[:v], x, torch.arange(v)), rows(12), INTEGERS),
+    "index_select": (lambda x, v: igt.index_select(x, 0, torch.arange(v)), rows(12), INTEGERS),
+    "index_add": (lambda x, v: igt.index_add(x, 0, torch.arange(v), x[:v]), rows(12), INTEGERS),
+    "take_along_dim": (lambda x, v: igt.take_along_dim(x[:v], x[:v].argsort(1), 1), rows(12), INTEGERS),
+    "scatter_add": (lambda x, v: igt.scatter_add(x[:v], 1, x[:v].argsort(1), x[:v]), rows(12), INTEGERS),
+    "moe_combine": (lambda x, v: igt.moe_combine(x[: 2 * v], SHARES[:v], torch.arange(2 * v)), rows(20), INTEGERS),
+    "load_balancing_loss": (lambda x, v: igt.load_balancing_loss(x[:v], CHOSEN[:v]), rows(12), INTEGERS),
+    "expert_counts": (lambda x, v: igt.expert_counts(CHOSEN[:v], 8) * x.sum(), rows(12), INTEGERS),
+    "expert_permutation": (lambda x, v: igt.expert_permutation(CHOSEN[:v], 8)[0] * x.sum(), rows(12), INTEGERS),
 }
-QUICK = ("attention scale", "cross_entropy z_loss", "cross_entropy count", "gumbel_softmax seed", "attention batch")
+QUICK = (
+    "attention scale",
+    "cross_entropy z_loss",
+    "cross_entropy count",
+    "gumbel_softmax seed",
+    "attention batch",
+    "kl_div",
+)
+# Classes, and what registers or switches.
+OTHERS = {"CrossEntropyLoss", "KLDivLoss", "LogSoftmax", "Softmax", "Report", "Switch", "register_transformers", "use"}
+
+
+def test_no_operator_is_left_out():
+    listed = {name.partition(" ")[0].replace("sdpa", "scaled_dot_product_attention") for name in CALLS}
+    assert set(igt.__all__) - OTHERS == listed
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.thorough) for n in CALLS])
@@ -77,6 +108,53 @@ def test_two_graphs_serve_eight_values(name):
         expected.sum().backward()
         assert torch.equal(a.grad, b.grad)
     assert graphs <= 2
+
+
+def graphs_of_a_model(call, values):
+    """How many graphs torch.compile makes of a call of a model, whose result is differentiated."""
+    graphs = 0
+
+    def backend(graph, inputs):
+        nonlocal graphs
+        graphs += 1
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend=backend)
+    for value in values:
+        compiled(value).square().sum().backward()
+    return graphs
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("sizes", [[(n, 6) for n in INTEGERS], [(2, n) for n in INTEGERS]], ids=["batch", "length"])
+def test_a_transformers_model_makes_as_many_graphs_as_with_torch(sizes):
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    igt.register_transformers()
+    found = {}
+    for implementation in ("isograd", "sdpa"):
+        config = transformers.LlamaConfig(
+            vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, attn_implementation=implementation,
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(config)
+        values = [torch.arange(b * n).reshape(b, n) % 32 for b, n in sizes]
+        found[implementation] = graphs_of_a_model(lambda ids, m=model: m(ids, use_cache=False).logits, values)
+    assert found["isograd"] <= max(2, found["sdpa"])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("axis", [0, 1], ids=["batch", "length"])
+def test_a_model_inside_the_switch_makes_as_many_graphs_as_outside(axis):
+    layer = torch.nn.TransformerEncoderLayer(32, 2, 32, dropout=0.0, batch_first=True)
+    values = [torch.ones(n, 6, 32) if axis == 0 else torch.ones(2, n, 32) for n in INTEGERS]
+
+    def call(x):
+        return torch.softmax(layer(x), -1)
+
+    alone = graphs_of_a_model(call, values)
+    with igt.use():
+        assert graphs_of_a_model(call, values) <= max(2, alone)
 
 
 @pytest.mark.parametrize("axis", [0, 2])

@@ -9,7 +9,7 @@ pytest.importorskip("torch.library", reason="needs torch")
 import torch
 
 import isograd.torch as igt
-from isograd.torch.ops_scaled import SCALED
+from isograd.torch.ops_scaled import DIVIDED, SCALED
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_environment import MODES, environment
@@ -64,9 +64,15 @@ def test_opcheck_and_derivatives():
     assert torch.autograd.gradcheck(SCALED, both, check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(SCALED, both)
     assert torch.equal(torch.func.vmap(SCALED, (0, None))(x, factor), x * factor)
+    divisor = x.detach().square() + 1
+    torch.library.opcheck(DIVIDED, (x, divisor))
+    assert torch.autograd.gradcheck(DIVIDED, (x, divisor), check_forward_ad=True, check_batched_grad=True)
+    assert torch.equal(torch.func.vmap(DIVIDED, (0, None))(x, divisor[0]), x / divisor[0])
 
 
 def test_only_what_a_derivative_reads_is_kept():
     x = torch.randn(4, 3, requires_grad=True)
-    assert SCALED(x, torch.tensor(2.0)).grad_fn.saved_tensors[0] is None
-    assert SCALED(x, torch.tensor(2.0, requires_grad=True)).grad_fn.saved_tensors[0] is x
+    # The results stay, since a node lets go of its tensors when nothing refers to what it made.
+    constant, differentiated = (SCALED(x, torch.tensor(2.0, requires_grad=by)) for by in (False, True))
+    assert constant.grad_fn.saved_tensors[0] is None
+    assert differentiated.grad_fn.saved_tensors[0] is x

@@ -1,11 +1,17 @@
 """Members of a batch under vmap have the bits that they have alone, also of operators that reduce."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("torch.library", reason="needs torch")
 import torch
 
 import isograd.torch as igt
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from test_environment import MODES, environment
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(6, 5, 4, generator=GENERATOR)
@@ -32,6 +38,24 @@ def test_members_have_their_own_bits(name):
     for transform in (function, torch.func.grad(function)):
         alone = torch.stack([transform(*member) for member in zip(*tensors, strict=True)])
         assert torch.equal(torch.vmap(transform)(*tensors), alone)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_mode_of_the_caller_reaches_a_member(mode):
+    x = torch.full((3, 7, 4), 1e-3) * torch.arange(84).reshape(3, 7, 4)
+    targets = torch.randint(0, 4, (3, 7), generator=torch.Generator().manual_seed(1))
+
+    def loss(x, t):
+        return igt.cross_entropy(x, t, z_loss=1e-40)
+
+    transforms = [torch.vmap(loss), torch.vmap(torch.func.grad(loss))]
+    expected = [transform(x, targets) for transform in transforms]
+    tiny = WEIGHT * 1e-38
+    weighted = torch.vmap(lambda x, t: igt.cross_entropy(x, t, tiny))
+    expected.append(weighted(x, targets))
+    with environment(mode):
+        found = [transform(x, targets) for transform in (*transforms, weighted)]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_the_gradient_of_cross_entropy_is_one_call(monkeypatch):

@@ -66,7 +66,8 @@ def operator(
     """
     name = schema.partition("(")[0]
     numbered = "float" in schema
-    _library.define(_with_numbers(schema) if numbered else schema, tags=(torch.Tag.pt2_compliant_tag,))
+    tags = (torch.Tag.pt2_compliant_tag, *(_READS_THE_CPU if numbered else ()))
+    _library.define(_with_numbers(schema) if numbered else schema, tags=tags)
     op: Any = getattr(torch.ops.isograd, name).default
     call: Any = op
     if numbered:
@@ -87,6 +88,9 @@ def operator(
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
 _PLACEHOLDER = 0.5  # which every check of an argument of type float lets pass
+# A captured CUDA graph would repeat the numbers, or the seed, of the call that was captured; older versions of torch
+# make none where a tensor is on the CPU.
+_READS_THE_CPU = tuple([getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name)])
 
 
 def _with_numbers(schema: str) -> str:

@@ -24,6 +24,7 @@ from isograd.losses.reductions import checked_reduction
 from isograd.torch import define
 from isograd.torch.ops import FORWARD
 from isograd.torch.ops_gather import GATHER_BACKWARD
+from isograd.torch.ops_scaled import DIVIDED
 from isograd.torch.tensors import (
     INDEX_DTYPES,
     empty,
@@ -331,11 +332,14 @@ class _Members:
         self.dim = dim % (self.logits.dim() - 1) + 1
         self.options = (self.ignore_index, smoothing, z_loss, "none", None)
 
-    def divisors(self) -> Any:
-        """What the mean of every member divides by."""
+    def means(self, totals: Tensor) -> Tensor:
+        """One total of every member, divided by what its mean divides by."""
+        return DIVIDED(totals, self._divisors().expand(totals.shape))  # type: ignore[no-any-return]
+
+    def _divisors(self) -> Tensor:
         work = work_dtype(self.logits.dtype)
         if self.divisor is not None:
-            return self.divisor.to(device=self.logits.device, dtype=work)
+            return self.divisor.to(device=self.logits.device, dtype=work)  # type: ignore[no-any-return]
         if self.count is not None:
             return torch.full((), self.count, dtype=work, device=self.logits.device)
         rows = self.logits.select(self.dim, 0)
@@ -367,7 +371,7 @@ def _batch_forward(
     losses, state = op(whole.logits, whole.targets, weight, whole.dim, *whole.options, False)
     if whole.reduction != "none":
         losses = _totals(losses)
-        losses = losses / whole.divisors() if whole.reduction == "mean" else losses
+        losses = whole.means(losses) if whole.reduction == "mean" else losses
     return (losses.to(logits.dtype) if narrow else losses, state), (0, 1)
 
 
@@ -378,7 +382,7 @@ def _batch_backward(op: define.Operator, size: int, in_dims: tuple[int | None, .
     whole = _Members(size, in_dims[1:3], logits, targets, weight, *options)
     g = define.batched(dloss, in_dims[0], size)
     if whole.reduction != "none":
-        g = g / whole.divisors() if whole.reduction == "mean" else g
+        g = whole.means(g) if whole.reduction == "mean" else g
         rows = whole.logits.select(whole.dim, 0)
         g = g.reshape(size, *(1,) * (rows.dim() - 1)).expand(rows.shape)
     states = define.batched(state, in_dims[4], size).movedim(0, 1)

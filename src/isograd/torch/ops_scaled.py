@@ -1,10 +1,12 @@
-"""The operator of a product with a number: what no other kernel of the library includes.
+"""The operators of products with a number and of quotients: what no other kernel of the library includes.
 
     scaled(Tensor input, Tensor factor) -> Tensor
+    divided(Tensor input, Tensor divisor) -> Tensor
 
 `factor` has one element, which is rounded to the work type first; each product is rounded to it, then to input's dtype.
-On the CPU torch's own product is computed in the caller's rounding mode, and in that in force when torch's threads
-started. Differentiable any number of times.
+`divided` takes two tensors of a shape and a work type; its divisor is a constant. On the CPU torch's own results are
+computed in the caller's rounding mode, and in that in force when torch's threads started. Differentiable any number of
+times.
 """
 
 from typing import Any
@@ -16,8 +18,17 @@ from torch.autograd import forward_ad
 from isograd import arrays
 from isograd.elementwise import api as elementwise
 from isograd.errors import InvalidProblemError
+from isograd.losses import reductions
 from isograd.torch import define
-from isograd.torch.tensors import empty, require_device, require_storage, usable, wide, work_dtype
+from isograd.torch.tensors import (
+    empty,
+    require_device,
+    require_same_dtype,
+    require_storage,
+    usable,
+    wide,
+    work_dtype,
+)
 
 Saved = tuple[Any, ...]
 
@@ -77,4 +88,46 @@ SCALED: define.Operator = define.operator(
     fake=_scaled_fake,
     gradient=define.Gradient(_save, _differentiate, _push),
     batch=_batch,
+)
+
+
+# --- quotients -------------------------------------------------------------------------------------------------------
+def _divided_fake(input: Tensor, divisor: Tensor) -> Tensor:  # noqa: A002
+    require_device("divided", input=input, divisor=divisor)
+    require_same_dtype("divided", divisor, "divisor", input, "input")
+    if input.dtype not in (torch.float32, torch.float64) or input.shape != divisor.shape:
+        raise InvalidProblemError(
+            f"divided: input has shape {tuple(input.shape)} and dtype {input.dtype}, divisor {tuple(divisor.shape)}; "
+            "expected one shape, and torch.float32 or torch.float64"
+        )
+    return empty(input.shape, input)
+
+
+def _divided(input: Tensor, divisor: Tensor) -> Tensor:  # noqa: A002
+    out = _divided_fake(input, divisor)
+    quotient = reductions.divided(input, divisor)
+    if input.is_cpu:
+        arrays.numpy_view(out)[...] = quotient
+        return out
+    return out.copy_(quotient)
+
+
+def _save_divided(node: Any, inputs: Saved, out: Tensor) -> Saved:
+    return (inputs[1],)
+
+
+def _batch_divided(op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Any, Any]:
+    return op(*[define.batched(t, d, size) for t, d in zip(args, in_dims, strict=True)]), 0
+
+
+DIVIDED: define.Operator = define.operator(
+    "divided(Tensor input, Tensor divisor) -> Tensor",
+    run=_divided,
+    fake=_divided_fake,
+    gradient=define.Gradient(
+        _save_divided,
+        lambda node, saved, g: (DIVIDED(g, saved[0]),),
+        lambda node, saved, t, *rest: DIVIDED(t, saved[0]),
+    ),
+    batch=_batch_divided,
 )

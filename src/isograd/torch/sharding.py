@@ -197,6 +197,7 @@ _CUTS: dict[str, Callable[..., Iterator[Cut]]] = {
     "moe_permute_backward": lambda dy, order, k: iter([([1], [1, None])]),
     "moe_combine": lambda rows, weights, order: iter([([1], [1, None, None])]),
     "scaled": lambda x, factor: (([d], [d, None]) for d in range(len(x.shape))),
+    "divided": lambda x, divisor: (([d], [d, d]) for d in range(len(x.shape))),
     "attention": _attention,
     "attention_backward": _attention_backward,
 }
