@@ -133,7 +133,7 @@ FLAGS = {"causal", "keepdims", "return_lse", "bias_gradient", "return_gradient",
 # What an error may speak of in place of an argument: its parts, the one that it does not go with, or all alike.
 ALSO = {
     "cu_seqlens": "cu_seqlens_q", "segment_ids": "q_segment_ids", "dy": "y has (shape|dtype)", "x": "shape|operands?|got",
-    "logits": "shape", "student": "shape", "w": "shape", "a": "operands?", "b": "operands?", "y": "operands?",
+    "logits": "shape", "student": "shape", "w": "shape", "a": "operands?", "b": "operands?|shapes?", "y": "operands?|shapes?",
 }  # fmt: skip
 NUMPY_ALONE = {
     "exp", "log", "relu", "sigmoid", "silu", "sqrt", "tanh", "gelu", "equal", "greater", "greater_equal", "less",
