@@ -61,6 +61,7 @@ CALLS = [
     ("attention", (Q, Q, Q), {"dropout_p": 0.5, "seed": 1}, {"seed": (-1, None)}),
     ("attention_backward", (Q, Q, Q, Q, Q, LSE), {}, ATTENTION | {
         "do": (X, Q[:, :, :1]), "o": (X, Q[:, :, :1]), "lse": (X, LSE.astype(np.float64)), "dlse": (X,)}),
+    ("attention_backward", (Q, Q, Q, Q, Q, LSE), {"dropout_p": 0.5, "seed": 1}, {"seed": (-1, None)}),
     ("attention_delta", (Q, Q), {}, {"o": (X, Q.astype(np.int32), None), "do": (X, Q[:, :, :1]), "layout": ("LD",)}),
     ("cross_entropy", (X, ROWS), {}, CROSS | {"axis": (7, 0.5)}),
     ("cross_entropy", (X, ROWS), GRADIENT, CROSS | {
@@ -81,7 +82,8 @@ CALLS = [
     ("distillation_loss_backward", (ONE, X, X), {}, {
         "dloss": (X, "a"), "student": (INTEGERS, HIGH, None), "teacher": (X[:1], WIDE), "temperature": (0.0, "a"),
         "reduction": ("avg",), "out": (X[:1].copy(), WIDE.copy(), 3)}),
-    ("distillation_loss_backward", (ONE, X, VALUES), {"indices": DISTINCT}, {"indices": (DISTINCT + 2, X, DISTINCT[:1])}),
+    ("distillation_loss_backward", (ONE, X, VALUES), {"indices": DISTINCT}, {
+        "indices": (DISTINCT + 2, X, DISTINCT[:1])}),
     ("embedding", (X, ROWS), {}, {
         "weight": (INTEGERS, None), "indices": (FAR, X, HIGH_INDEX), "padding_idx": (7, 0.5)}),
     ("embedding_backward", (X, ROWS, 5), {}, {
@@ -132,8 +134,9 @@ WITHOUT_ARRAYS = {
 FLAGS = {"causal", "keepdims", "return_lse", "bias_gradient", "return_gradient", "return_state"}
 # What an error may speak of in place of an argument: its parts, the one that it does not go with, or all alike.
 ALSO = {
-    "cu_seqlens": "cu_seqlens_q", "segment_ids": "q_segment_ids", "dy": "y has (shape|dtype)", "x": "shape|operands?|got",
-    "logits": "shape", "student": "shape", "w": "shape", "a": "operands?", "b": "operands?|shapes?", "y": "operands?|shapes?",
+    "cu_seqlens": "cu_seqlens_q", "segment_ids": "q_segment_ids", "dy": "y has (shape|dtype)",
+    "x": "shape|operands?|got", "logits": "shape", "student": "shape", "w": "shape", "a": "operands?",
+    "b": "operands?|shapes?", "y": "operands?|shapes?",
 }  # fmt: skip
 NUMPY_ALONE = {
     "exp", "log", "relu", "sigmoid", "silu", "sqrt", "tanh", "gelu", "equal", "greater", "greater_equal", "less",

@@ -38,4 +38,5 @@ class BlockEnd:
         return _End(self._method, instance)
 
     def __call__(self, instance: Any, *error: object) -> None:
+        """End the block of an instance."""
         self._method(instance)
