@@ -388,3 +388,54 @@ def test_a_recording_whose_end_was_interrupted_is_discarded(run_python):
     print(encoder.state, float(promised[0, 0]))
     """
     assert program(run_python, code, 0).split() == ["ndarray", "discarded", "submitted", "0.5"]
+
+
+def test_blocks_whose_end_was_interrupted_have_ended(run_python):
+    # At every Python call between the block's last line and the first one behind it.
+    code = """
+    import contextlib
+    from isograd import faults, registry
+
+    def state():
+        return faults._debugging, registry._preferred
+
+    def stack(block):
+        with contextlib.ExitStack() as blocks:
+            blocks.enter_context(block)
+            raise_at()
+
+    def plain(block):
+        with block:
+            raise_at()
+
+    def raise_at():
+        seen = 0
+
+        def profile(frame, event, argument):
+            nonlocal seen
+            seen += event == "call"
+            if seen == step:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+        inside.append(state())
+        sys.setprofile(profile)
+
+    before = state()
+    for make in (ig.debug, lambda: ig.prefer("triton")):
+        for step in range(1, 20):
+            inside = []
+            try:
+                plain(make())
+            except KeyboardInterrupt:
+                pass
+            sys.setprofile(None)
+            assert inside != [before], step
+            assert state() == before, (step, state())
+        step = 100
+        stack(make())
+        sys.setprofile(None)
+        assert state() == before
+    print("restored")
+    """
+    assert program(run_python, code, 0) == "restored"

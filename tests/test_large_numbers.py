@@ -80,10 +80,24 @@ CALLS = {
         "LossAccumulator": lambda n: ig.LossAccumulator().mean(n),
     },
     "dloss": {"cross_entropy_backward": lambda n: ig.cross_entropy_backward(n, X, T)},
-    "label_smoothing": {"cross_entropy": lambda n: ig.cross_entropy(X, T, label_smoothing=n)},
-    "z_loss": {"cross_entropy": lambda n: ig.cross_entropy(X, T, z_loss=n)},
-    "temperature": {"distillation_loss": lambda n: ig.distillation_loss(X, X, n)},
-    "tau": {"gumbel_softmax": lambda n: ig.gumbel_softmax(X, n, seed=0)},
+    "label_smoothing": {
+        "cross_entropy": lambda n: ig.cross_entropy(X, T, label_smoothing=n),
+        "linear_cross_entropy": lambda n: ig.linear_cross_entropy(X, X, T, label_smoothing=n),
+    },
+    "z_loss": {
+        "cross_entropy": lambda n: ig.cross_entropy(X, T, z_loss=n),
+        "linear_cross_entropy": lambda n: ig.linear_cross_entropy(X, X, T, z_loss=n),
+    },
+    "temperature": {
+        "distillation_loss": lambda n: ig.distillation_loss(X, X, n),
+        "distillation_loss_backward": lambda n: ig.distillation_loss_backward(ONE, X, X, n),
+    },
+    "tau": {
+        "gumbel_softmax": lambda n: ig.gumbel_softmax(X, n, seed=0),
+        "gumbel_softmax_backward": lambda n: ig.gumbel_softmax_backward(X, X, n),
+    },
+    "softcap": {"softcap of attention": lambda n: ig.attention(Q, Q, Q, softcap=n)},
+    "dropout_p": {"dropout_p of attention": lambda n: ig.attention(Q, Q, Q, dropout_p=n, seed=0)},
     "scale": {
         "attention": lambda n: ig.attention(Q, Q, Q, scale=n),
         "moe_router": lambda n: ig.moe_router(X, 2, scale=n),
@@ -107,7 +121,7 @@ def operators():
     torch = pytest.importorskip("torch", reason="needs torch")
     from isograd import torch as igt
 
-    x, i, t, g, order = (torch.tensor(a) for a in (X, I, T, G, ORDER))
+    x, i, t, g, order, q = (torch.tensor(a) for a in (X, I, T, G, ORDER, Q))
     return {
         "dim": (
             lambda n: igt.softmax(x, n), lambda n: igt.gather(x, n, i), lambda n: igt.take_along_dim(x, i, n),
@@ -132,7 +146,25 @@ def operators():
         "seed": (lambda n: igt.gumbel_softmax(x, seed=n),),
         "chunk": (lambda n: igt.linear_cross_entropy(x, x, t, chunk=n),),
         "count": (lambda n: igt.cross_entropy(x, t, count=n),),
-        "scale": (lambda n: igt.moe_router(x, 2, scale=n),),
+        "scale": (
+            lambda n: igt.moe_router(x, 2, scale=n), lambda n: igt.attention(q, q, q, scale=n),
+            lambda n: igt.scaled_dot_product_attention(q, q, q, scale=n),
+        ),
+        "alpha": (lambda n: igt.index_add(x, 0, t, x, alpha=n),),
+        "label_smoothing": (
+            lambda n: igt.cross_entropy(x, t, label_smoothing=n),
+            lambda n: igt.linear_cross_entropy(x, x, t, label_smoothing=n),
+        ),
+        "z_loss": (
+            lambda n: igt.cross_entropy(x, t, z_loss=n), lambda n: igt.linear_cross_entropy(x, x, t, z_loss=n),
+        ),
+        "temperature": (lambda n: igt.distillation_loss(x, x, n),),
+        "tau": (lambda n: igt.gumbel_softmax(x, n, seed=0),),
+        "softcap": (lambda n: igt.attention(q, q, q, softcap=n),),
+        "dropout_p": (
+            lambda n: igt.attention(q, q, q, dropout_p=n, seed=0),
+            lambda n: igt.scaled_dot_product_attention(q, q, q, dropout_p=n),
+        ),
         "": (
             lambda n: ig.segment_sum(x, t, n), lambda n: ig.moe_permute(g, order, n),
             lambda n: igt.moe_permute(g, order, n),

@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import re
 import threading
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from isograd.blocks import BlockEnd
 from isograd.errors import IndexOutOfRangeError, IsogradError, RecordingError
 
 if TYPE_CHECKING:
@@ -164,8 +164,8 @@ class debug:  # noqa: N801 - a switch that reads like a function
     def __enter__(self) -> debug:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _restore(self) -> None:
         global _debugging
         _debugging = self._before
+
+    __exit__ = BlockEnd(_restore)

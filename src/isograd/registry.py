@@ -14,6 +14,7 @@ import itertools
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from isograd.blocks import BlockEnd
 from isograd.errors import InvalidProblemError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -122,8 +123,10 @@ class Preference(tuple[str, ...]):
     def __enter__(self) -> Preference:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def _restore(self) -> None:
         _exchange(tuple(self))
+
+    __exit__ = BlockEnd(_restore)
 
 
 def prefer(*names: str) -> Preference:

@@ -378,3 +378,22 @@ def test_the_general_kernel_serves_long_rows_too(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(triton_launch, "staged", lambda *_: None)
     for dtype in ("bfloat16", "float32"):
         check(problem(np.random.default_rng(11), (3, 128_256), NUMPY[dtype], weighted=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_encoder_replays_with_class_weights_that_were_changed(dtype: Any) -> None:
+    logits = torch.randn(64, 500, device="cuda").to(dtype)
+    targets = torch.randint(0, 500, (64,), device="cuda")
+    weight = torch.rand(500, device="cuda").to(dtype)
+    with ig.Encoder("cuda") as encoder:
+        losses = ig.cross_entropy(logits, targets, weight, reduction="none")
+    before = ig.cross_entropy(logits, targets, weight, reduction="none")
+    assert torch.equal(losses, before)
+    weight.copy_(torch.rand(500, device="cuda"))
+    for _ in range(2):  # the first one captures the graph
+        encoder.replay()
+        after = ig.cross_entropy(logits, targets, weight, reduction="none")
+        assert torch.equal(losses, after)
+        assert not torch.equal(after, before)
+        weight.copy_(torch.rand(500, device="cuda"))
+        before = after

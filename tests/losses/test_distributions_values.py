@@ -347,7 +347,7 @@ REFUSED = {
     "infinite": (lambda: ig.distillation_loss(X, X, np.inf), ig.InvalidProblemError, ["temperature"]),
     "text": (lambda: ig.distillation_loss(X, X, "2"), ig.InvalidProblemError, ["temperature", "'2'"]),
     "teacher": (lambda: ig.distillation_loss(X, X[:, :5]), ig.InvalidProblemError, ["teacher", "(4, 5)"]),
-    "wide teacher": (lambda: ig.distillation_loss(X, X.astype(float)), ig.InvalidProblemError, ["teacher_dtype"]),
+    "wide teacher": (lambda: ig.distillation_loss(X, X.astype(float)), ig.InvalidProblemError, ["teacher has dtype"]),
     "scalar student": (lambda: ig.distillation_loss(G, G), ig.InvalidProblemError, ["rank 0"]),
     "indices": (lambda: ig.distillation_loss(X, LP, 1.0, WHERE[:3]), ig.InvalidProblemError, ["indices", "(3, 3)"]),
     "too many": (lambda: ig.distillation_loss(X, LP, 1.0, np.zeros((4, 7), int)), ig.InvalidProblemError, ["classes"]),

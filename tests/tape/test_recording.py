@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import isograd as ig
 import isograd.tape as tp
 from isograd import fenv
 from isograd.errors import IndexOutOfRangeError, InvalidProblemError, UnsupportedError
@@ -392,3 +393,15 @@ def test_checkpoint_copies_the_arrays_it_is_handed():
 def test_a_variable_has_no_truth_value():
     with pytest.raises(InvalidProblemError, match="truth value"):
         bool(Tape().leaf(np.zeros(1, np.float32)))
+
+
+@pytest.mark.parametrize("function", [lambda v: ig.top_k(v, 2), lambda v: ig.moe_router(v, 2)])
+def test_a_caller_may_write_into_the_indices_that_were_returned(function):
+    def gradient(shift):
+        tape = Tape()
+        x = tape.leaf(normal(4, 8))
+        values, indices = function(x)
+        indices[...] = (indices + shift) % 8
+        return bits(tape.backward((values * values).sum())[x])
+
+    assert gradient(3) == gradient(0)

@@ -293,7 +293,7 @@ def test_arguments_that_no_operator_could_serve():
         (lambda: igt.distillation_loss(x, t[:, :2]), ig.InvalidProblemError, "student has shape"),
         (lambda: igt.distillation_loss(x, t, reduction=None), ig.InvalidProblemError, "reduction is None"),
         (lambda: igt.distillation_loss(x, t, 0.0), ig.InvalidProblemError, "temperature is 0.0"),
-        (lambda: igt.distillation_loss(x, t.double()), ig.InvalidProblemError, "teacher_dtype is float64"),
+        (lambda: igt.distillation_loss(x, t.double()), ig.InvalidProblemError, "teacher has dtype float64"),
         (lambda: igt.distillation_loss(x, -t[:, :2], 1.0, index), ig.IndexOutOfRangeError, r"indices\[0, 1\] is 4"),
         (lambda: igt.distillation_loss(x, t.requires_grad_()), ig.UnsupportedError, "teacher requires a gradient"),
         (lambda: igt.gumbel_softmax(x, 0.0, seed=1), ig.InvalidProblemError, "tau is 0.0"),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from numpy.typing import NDArray
 
-from isograd import arrays, functional
+from isograd import arrays, encoder, functional
 from isograd.attention import problem as steps
 from isograd.attention.descriptors import (
     AttentionBackwardDescriptor,
@@ -145,6 +145,7 @@ def attention(
     o = call.empty(plan.descriptor.o_shape, descriptor.dtype) if out is None else out
     lse = functional.empty(plan.descriptor.lse_shape, descriptor.work, call.like)
     with spelled(o="out"):
+        arrays.describe(encoder.unwrapped(o), name, "o")
         functional.run(plan, **call.inputs, o=call.view(o), lse=lse)
     o = restore(functional.promised(name, o)) if out is None else out
     return (o, restore(functional.promised(name, lse))) if return_lse else o

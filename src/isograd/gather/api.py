@@ -203,6 +203,13 @@ def scatter_sum(x: Any, indices: Any, values: Any, axis: int = -1) -> Any:
     return restore(functional.run(plan_, indices=indices, values=values, x=x, out=out))
 
 
+def _rows(operation: str, argument: str, value: Any) -> int:
+    """A number of rows."""
+    if (rows := functional.integer(operation, argument, value)) < 0:
+        raise InvalidProblemError(f"{operation}: {argument} is {rows}; expected a number from 0 on")
+    return rows
+
+
 def _index_sum(
     name: str, values: Any, indices: Any, num: int, key: str, index_key: str, negative: bool, skipped: int | None
 ) -> Any:
@@ -210,8 +217,6 @@ def _index_sum(
     (values, indices), restore = functional.inputs(name, **{key: values, index_key: indices})
     device, dtype = arrays.describe(values, name, key)
     _, index_dtype = arrays.describe(indices, name, index_key, True)
-    if num < 0:
-        raise InvalidProblemError(f"{name}: the number of rows is {num}; it is not negative")
     leading = tuple(indices.shape)
     if tuple(values.shape[: len(leading)]) != leading:
         raise InvalidProblemError(
@@ -239,7 +244,7 @@ def segment_sum(values: Any, segment_ids: Any, num_segments: int) -> Any:
     """
     if (tape := functional.tape_of(values)) is not None:
         return tape.segment_sum(values, segment_ids, num_segments)
-    num = functional.integer("segment_sum", "num_segments", num_segments)
+    num = _rows("segment_sum", "num_segments", num_segments)
     return _index_sum("segment_sum", values, segment_ids, num, "values", "segment_ids", True, None)
 
 
@@ -301,6 +306,6 @@ def embedding_backward(dy: Any, indices: Any, num_embeddings: int, padding_idx: 
     `take_along_axis`.
     """
     name = "embedding_backward"
-    num = functional.integer(name, "num_embeddings", num_embeddings)
+    num = _rows(name, "num_embeddings", num_embeddings)
     skipped = _checked_padding(name, padding_idx, num)
     return _index_sum(name, dy, indices, num, "dy", "indices", False, skipped)

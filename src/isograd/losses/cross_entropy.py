@@ -78,7 +78,7 @@ def problem(operation: str, logits: Any, targets: Any, weight: Any, options: Opt
     axis = (1 if len(shape) > 1 else 0) if options.axis is None else checked_axis(operation, options.axis, shape)
     target_dtype = _checked_targets(operation, targets, shape, dtype, axis)
     if weight is not None:
-        weight = reductions.checked_weight(operation, "weight", weight, dtype, work)
+        weight = reductions.checked_weight(operation, "weight", weight, shape[axis], dtype, work)
     ignored = functional.integer(operation, "ignore_index", options.ignore_index)
     smoothing = real_number(operation, "label_smoothing", options.label_smoothing)
     z_loss = real_number(operation, "z_loss", options.z_loss)

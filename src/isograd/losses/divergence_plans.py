@@ -137,7 +137,7 @@ class DistillationLossDescriptor(Descriptor):
         teacher = checked_dtype(name, given, argument="teacher_dtype")
         if work_name(teacher) != work_name(dtype):
             raise InvalidProblemError(
-                f"{name}: teacher_dtype is {teacher} for a student in {dtype}; float64 goes with float64 only"
+                f"{name}: teacher has dtype {teacher} for a student in {dtype}; float64 goes with float64 only"
             )
         classes, index = self.classes, checked_dtype(name, self.index_dtype, INDEX_DTYPES, "index_dtype")
         if classes is not None and not 1 <= classes <= shape[-1]:

@@ -78,7 +78,8 @@ def problem(
     if bias is not None:
         inputs["bias"] = bias
     if class_weight is not None:
-        inputs["class_weight"] = reductions.checked_weight(operation, "class_weight", class_weight, dtype, work)
+        given = (class_weight, classes, dtype, work)
+        inputs["class_weight"] = reductions.checked_weight(operation, "class_weight", *given)
     fields = (
         *(rows, features, classes, dtype, target_dtype, bias is not None, class_weight is not None),
         functional.integer(operation, "ignore_index", options.ignore_index),

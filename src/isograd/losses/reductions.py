@@ -125,12 +125,14 @@ def checked_reduction(operation: str, name: Any) -> str:
     return name
 
 
-def checked_weight(operation: str, argument: str, weight: Any, dtype: str, work: str) -> Any:
+def checked_weight(operation: str, argument: str, weight: Any, classes: int, dtype: str, work: str) -> Any:
     """Weights of classes in the work type; InvalidProblemError unless they are of the storage or the work type."""
     _, given = arrays.describe(weight, operation, argument)
     if given not in (dtype, work):
         accepted = dtype if dtype == work else f"{dtype}, {work}"
         raise InvalidProblemError(f"{operation}: {argument} has dtype {given}; accepted: {accepted}")
+    if tuple(weight.shape) != (classes,):
+        raise InvalidProblemError(f"{operation}: {argument} has shape {tuple(weight.shape)}; expected {(classes,)}")
     recording = encoder.current() if encoder.recordings else None
     if recording is None or given == work:
         return converted(weight, work)
