@@ -347,7 +347,7 @@ class _Members:
             return torch.full((), max(rows[0].numel(), 1), dtype=work, device=rows.device)
         kept = (self.targets != self.ignore_index).reshape(rows.shape[0], -1)
         if self.weight is None:
-            return kept.sum(1).to(work)
+            return kept.sum(1).to(work)  # type: ignore[no-any-return]
         places = torch.where(kept, self.targets.reshape(kept.shape).long(), 0)
         weights = self.weight.to(work)[places]
         return _totals(torch.where(kept, weights, torch.zeros_like(weights)))
