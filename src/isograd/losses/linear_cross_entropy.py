@@ -77,7 +77,7 @@ def problem(
     }
     if bias is not None:
         inputs["bias"] = bias
-    if class_weight is not None:
+    if class_weight is not None and classes:  # a weight without rows is refused by the plan
         given = (class_weight, classes, dtype, work)
         inputs["class_weight"] = reductions.checked_weight(operation, "class_weight", *given)
     fields = (
