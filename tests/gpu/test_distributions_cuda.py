@@ -95,6 +95,20 @@ def test_distillation(dtype: str, shape: tuple[int, ...]) -> None:
             check("distillation_loss_backward", g, x, kept, indices=indices, **options)
 
 
+@each_dtype
+def test_logits_over_the_temperature_beyond_the_range(dtype: str) -> None:
+    rng = np.random.default_rng(4)
+    for n in (3, 300, 20_000):
+        x, t = (values(rng, "largest", (4, n), NUMPY[dtype]) for _ in range(2))
+        kept, indices = named(rng, t / 8, 2)
+        options: dict[str, Any] = {"temperature": 0.01, "reduction": "none"}
+        g = np.ones(4, work(dtype))
+        check("distillation_loss", x, t, **options)
+        check("distillation_loss_backward", g, x, t, **options)
+        check("distillation_loss", x, kept, indices=indices, **options)
+        check("distillation_loss_backward", g, x, kept, indices=indices, **options)
+
+
 def test_distillation_in_place_and_of_another_width() -> None:
     rng = np.random.default_rng(2)
     x = rng.standard_normal((64, 3000)).astype(ml_dtypes.bfloat16)

@@ -30,12 +30,14 @@ def reference(operation: str) -> Any:
 
 
 def values(rng, flavour, shape, dtype):
-    """Logits, gradients: ordinary, far from zero, of every magnitude, special, or masked."""
+    """Logits, gradients: ordinary, far from zero, of every magnitude, the largest, special, or masked."""
     x = np.asarray(rng.standard_normal(shape) * 2)
     if flavour == "offset":
         x = x + rng.choice([1e4, -300, 255.9])
     elif flavour == "spread":
         x = x * np.exp2(rng.uniform(-160, 140, shape))
+    elif flavour == "largest":
+        x = x * float(ml_dtypes.finfo(dtype).max) / 10
     elif flavour == "special":
         tiny = float(ml_dtypes.finfo(dtype).smallest_subnormal)
         pool = np.array([np.inf, -np.inf, np.nan, -np.nan, 0.0, -0.0, tiny, -3 * tiny, 3e38, -3e38, 6e4, -6e4])

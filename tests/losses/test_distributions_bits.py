@@ -148,6 +148,27 @@ def test_a_reference_without_the_correction_is_noticed(monkeypatch):
         check("distillation_loss", (student, teacher), {"reduction": "none"})
 
 
+@each_dtype
+def test_logits_over_the_temperature_beyond_the_range(dtype):
+    rng = np.random.default_rng(21)
+    for n in (3, BLOCK + 5):
+        x, t = (values(rng, "largest", (4, n), dtype) for _ in range(2))
+        x[1] = t[1] = np.abs(t[1])  # both overflow throughout
+        x[2, 0] = t[2, 0] = -np.inf
+        kept, indices = named(rng, t / 8, 2)
+        options = {"temperature": 0.01, "reduction": "none"}
+        check("distillation_loss", (x, t), options)
+        check("distillation_loss_backward", (np.ones(4, work(dtype)), x, t), options)
+        check("distillation_loss", (x, kept), options | {"indices": indices})
+        check("distillation_loss_backward", (np.ones(4, work(dtype)), x, kept), options | {"indices": indices})
+
+
+def test_a_distribution_of_logits_that_overflow_is_none_of_nans():
+    student, teacher = (np.array([pair], ml_dtypes.bfloat16) for pair in ([1e38, 9e37], [9e37, 1e38]))
+    assert ig.distillation_loss(student, teacher, 0.1) == 0
+    assert not ig.distillation_loss_backward(np.ones((), np.float32), student, teacher, 0.1).any()
+
+
 # --- sizes around those at which the kernels change their way --------------------------------------------------------
 SIZES = (1, 2, 255, 256, 257, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 300)
 

@@ -171,6 +171,12 @@ def temperature_of(temperature: float, dtype: Any) -> Temperature:
     return Temperature(of(1) / t, t, t * t)
 
 
+def scaled(x: Floats, factor: Any) -> Floats:
+    """Logits over the temperature; a finite one that overflows is the largest number of its sign."""
+    z = x * factor
+    return np.where(np.isinf(z) & np.isfinite(x), np.nextafter(z, x.dtype.type(0)), z)
+
+
 def _as_rows(x: Any) -> Any:
     return np.ascontiguousarray(x).reshape(-1, x.shape[-1])
 
@@ -178,7 +184,7 @@ def _as_rows(x: Any) -> Any:
 def _terms(student: Floats, teacher: Floats, factor: Any) -> Floats:
     """The terms p_j (log p_j - log q_j); NaN throughout a row that has no distribution."""
     of = student.dtype.type
-    t, s = rows_of(teacher * factor), rows_of(student * factor)
+    t, s = rows_of(scaled(teacher, factor)), rows_of(scaled(student, factor))
     p = family.softmax(t.z)
     # The difference of the logits is exact as a pair, so nothing is lost where student and teacher are close.
     a, b = ref.two_sum(t.z, -s.z)
@@ -287,7 +293,7 @@ def distillation_loss(
             if indices is None:
                 sums = ref.order_free_sum(_terms(x, t, factors.inverse))
             else:
-                parts = zip(x * factors.inverse, t, _as_rows(indices), strict=True)
+                parts = zip(scaled(x, factors.inverse), t, _as_rows(indices), strict=True)
                 terms = [_top_terms(_top_row(z, lp, where), lp) for z, lp, where in parts]
                 sums = np.array([ref.order_free_sum(row[None])[0] for row in terms], of)
             losses = (factors.square * sums).reshape(losses.shape)
@@ -320,12 +326,12 @@ def distillation_loss_backward(
         g = spread(dloss, reduction, student.shape[:-1]).reshape(-1, 1) * factors.itself
         x, t = ref.widen(_as_rows(student)), ref.widen(_as_rows(teacher))
         if indices is None:
-            z, y = x * factors.inverse, t * factors.inverse
+            z, y = scaled(x, factors.inverse), scaled(t, factors.inverse)
             valid = np.isfinite(ref.row_maximum(z)) & np.isfinite(ref.row_maximum(y))
             slopes = family.softmax(z) - family.softmax(y)
             slopes = np.where(valid[:, None], slopes, x.dtype.type(np.nan))
         else:
-            parts = zip(x * factors.inverse, t, _as_rows(indices), strict=True)
+            parts = zip(scaled(x, factors.inverse), t, _as_rows(indices), strict=True)
             slopes = np.stack([_top_slopes(_top_row(z, lp, where), where) for z, lp, where in parts])
         return ref.narrow(g * slopes, student.dtype).reshape(student.shape)
 

@@ -1,6 +1,6 @@
 """Distillation from all of the teacher's logits on the CPU, one row after the other."""
 
-from isograd.losses.numba_work_rows import fill, scaled_exponentials, scaled_maximum, stored_sum
+from isograd.losses.numba_work_rows import fill, scaled, scaled_exponentials, scaled_maximum, stored_sum
 from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import (
     BLOCK,
@@ -62,8 +62,8 @@ def distillation_rows(
             xj, tj = xo + j * x_stride, to + j * t_stride
             for i in range(count):
                 p = quotient(load(b, i), r, r_low, largest, zero)
-                t_i = widen(load(t, tj + i * t_stride)) * factor
-                x_i = widen(load(x, xj + i * x_stride)) * factor
+                t_i = scaled(widen(load(t, tj + i * t_stride)), factor)
+                x_i = scaled(widen(load(x, xj + i * x_stride)), factor)
                 d, error = two_sum(t_i, -x_i)
                 u, v = two_sum(d, -high)
                 u = u + (v + (error - rest)) if is_finite(u) else u

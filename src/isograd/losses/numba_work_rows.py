@@ -7,8 +7,8 @@ the work type. A row stays in a block or, where it is longer, in `kept`, memory 
 import numpy as np
 
 from isograd.numerics.numba_compile import device_function
-from isograd.numerics.numba_memory import BLOCK, load, load_block, store, store_block
-from isograd.numerics.numba_ops import from_key, max_key
+from isograd.numerics.numba_memory import BLOCK, load, load_block, store, store_block, work_largest
+from isograd.numerics.numba_ops import from_key, is_finite, max_key
 from isograd.numerics.numba_storage import narrow, widen
 from isograd.numerics.numba_sum import (
     PARTIAL,
@@ -23,14 +23,24 @@ from isograd.softmax.numba_steps import exponential_part, lowest_key, term_scale
 
 
 @device_function
+def scaled(x, factor):
+    """A logit over the temperature; a finite one stays finite."""
+    z, largest = x * factor, work_largest(x)
+    if is_finite(x):
+        z = largest if z > largest else z
+        z = -largest if z < -largest else z
+    return z
+
+
+@device_function
 def load_scaled(base, offset, stride, count, factor, block):
     """Widen `count` elements into a block and multiply them."""
     if stride == 1:
         for i in range(count):
-            store(block, i, widen(load(base, offset + i)) * factor)
+            store(block, i, scaled(widen(load(base, offset + i)), factor))
     else:
         for i in range(count):
-            store(block, i, widen(load(base, offset + i * stride)) * factor)
+            store(block, i, scaled(widen(load(base, offset + i * stride)), factor))
 
 
 @device_function

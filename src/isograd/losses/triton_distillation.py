@@ -22,12 +22,6 @@ def log_difference(top, middle, low, other_top, other_middle, other_low):
     return high, error + ((middle - other_middle) + (low - other_low))
 
 
-@triton.jit
-def _scaled(base, row, column, inner_stride, axis_stride, mask, factor):
-    """A tile of logits over the temperature, -inf where there are none."""
-    return tl.where(mask, tiles.load(base, row, column, inner_stride, axis_stride, mask, 0.0) * factor, float("-inf"))
-
-
 @triton.jit(do_not_specialize=["factor_low", "factor_high", "square_low", "square_high"])
 def distillation_rows(
     x_ptr, t_ptr, loss_ptr, factor_low, factor_high, square_low, square_high, n, inner,
@@ -43,8 +37,8 @@ def distillation_rows(
     x_ptr += memory.outer_offset(outer, outer_shape, x_outer)
     t_ptr += memory.outer_offset(outer, outer_shape, t_outer)
     mask = inside & (column < n)
-    held_x = _scaled(x_ptr, row, column, x_inner, x_axis, mask, factor)
-    held_t = _scaled(t_ptr, row, column, t_inner, t_axis, mask, factor)
+    held_x = tiles.load_scaled(x_ptr, row, column, x_inner, x_axis, mask, factor)
+    held_t = tiles.load_scaled(t_ptr, row, column, t_inner, t_axis, mask, factor)
     stop = n
     if HELD:
         stop = BLOCK
@@ -53,8 +47,8 @@ def distillation_rows(
     if not HELD:
         for start in range(BLOCK, stop, BLOCK):
             mask = inside & (column + start < n)
-            x_best = tiles.larger(x_best, _scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor))
-            t_best = tiles.larger(t_best, _scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor))
+            x_best = tiles.larger(x_best, tiles.load_scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor))
+            t_best = tiles.larger(t_best, tiles.load_scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor))
     xm, x_valid = tiles.maximum(x_best)
     tm, t_valid = tiles.maximum(t_best)
     valid = x_valid & t_valid
@@ -67,8 +61,8 @@ def distillation_rows(
         x, t = held_x, held_t
         if not HELD:
             mask = inside & (column + start < n)
-            x = _scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor)
-            t = _scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor)
+            x = tiles.load_scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor)
+            t = tiles.load_scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor)
         _, high, low = tiles.exponentials(x, x_base, x_floor, x_bias)
         x_high += high
         x_low += low
@@ -87,8 +81,8 @@ def distillation_rows(
     for start in range(0, stop, BLOCK):
         x, t, mask = held_x, held_t, inside & (column + start < n)
         if not HELD:
-            x = _scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor)
-            t = _scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor)
+            x = tiles.load_scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor)
+            t = tiles.load_scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor)
         p = _terms(x, t, tm, t_base, t_floor, t_bias, r, r_low, largest, high, rest)
         most, least = tiles.extremes(most, least, tl.where(mask, p, 0.0))
     key, special, exponent, scale, magic, low_scale = tiles.term_scale(most, least)
@@ -97,8 +91,8 @@ def distillation_rows(
     for start in range(0, stop, BLOCK):
         x, t, mask = held_x, held_t, inside & (column + start < n)
         if not HELD:
-            x = _scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor)
-            t = _scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor)
+            x = tiles.load_scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor)
+            t = tiles.load_scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor)
         p = _terms(x, t, tm, t_base, t_floor, t_bias, r, r_low, largest, high, rest)
         a, b = tiles.limbs(tl.where(mask, p, 0.0), scale, magic, low_scale)
         high_sum += a
@@ -135,8 +129,8 @@ def distillation_gradient(
     x_ptr += memory.outer_offset(outer, outer_shape, x_outer)
     t_ptr += memory.outer_offset(outer, outer_shape, t_outer)
     mask = inside & (column < n)
-    held_x = _scaled(x_ptr, row, column, x_inner, x_axis, mask, factor)
-    held_t = _scaled(t_ptr, row, column, t_inner, t_axis, mask, factor)
+    held_x = tiles.load_scaled(x_ptr, row, column, x_inner, x_axis, mask, factor)
+    held_t = tiles.load_scaled(t_ptr, row, column, t_inner, t_axis, mask, factor)
     stop = n
     if HELD:
         stop = BLOCK
@@ -145,8 +139,8 @@ def distillation_gradient(
     if not HELD:
         for start in range(BLOCK, stop, BLOCK):
             mask = inside & (column + start < n)
-            x_best = tiles.larger(x_best, _scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor))
-            t_best = tiles.larger(t_best, _scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor))
+            x_best = tiles.larger(x_best, tiles.load_scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor))
+            t_best = tiles.larger(t_best, tiles.load_scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor))
     xm, x_valid = tiles.maximum(x_best)
     tm, t_valid = tiles.maximum(t_best)
     valid = x_valid & t_valid
@@ -159,8 +153,8 @@ def distillation_gradient(
         x, t = held_x, held_t
         if not HELD:
             mask = inside & (column + start < n)
-            x = _scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor)
-            t = _scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor)
+            x = tiles.load_scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor)
+            t = tiles.load_scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor)
         _, high, low = tiles.exponentials(x, x_base, x_floor, x_bias)
         x_high += high
         x_low += low
@@ -179,8 +173,8 @@ def distillation_gradient(
     for start in range(0, stop, BLOCK):
         x, t, mask = held_x, held_t, inside & (column + start < n)
         if not HELD:
-            x = _scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor)
-            t = _scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor)
+            x = tiles.load_scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor)
+            t = tiles.load_scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor)
         q = tiles.probabilities(x, xm, x_base, x_floor, x_bias, x_r, x_r_low, x_largest)
         p = tiles.probabilities(t, tm, t_base, t_floor, t_bias, t_r, t_r_low, t_largest)
         tiles.store(dx_ptr, row, column + start, dx_inner, dx_axis, mask, tiles.broad(g) * (q - p))

@@ -23,11 +23,6 @@ _ONE_32, _ONE_64 = tl.constexpr(1 << 44), tl.constexpr(1 << 24)
 
 
 @triton.jit
-def _scaled(base, row, column, inner_stride, axis_stride, mask, factor):
-    return tl.where(mask, tiles.load(base, row, column, inner_stride, axis_stride, mask, 0.0) * factor, float("-inf"))
-
-
-@triton.jit
 def _named(i_ptr, flag_ptr, row, outer, outer_shape, i_axis, i_inner, i_outer, at_inner, at_outer, inner, n, k, code,
            K: tl.constexpr):  # fmt: skip
     """(indices [K, ROWS], 0 where there is none; their mask; rows that are fit) of this program."""
@@ -118,7 +113,7 @@ def _rest_sum(
             x = held
             if not HELD:
                 there = inside & (column + start < n)
-                x = _scaled(x_ptr, row, column + start, x_inner, x_axis, there, factor)
+                x = tiles.load_scaled(x_ptr, row, column + start, x_inner, x_axis, there, factor)
             hit = _excluded(i_ptr, row, inner, i_axis, i_inner, k, column + start)
             best = tiles.larger(best, tl.where(hit, float("-inf"), x))
         own, some = tiles.maximum(best)
@@ -129,7 +124,7 @@ def _rest_sum(
             x = held
             if not HELD:
                 there = inside & (column + start < n)
-                x = _scaled(x_ptr, row, column + start, x_inner, x_axis, there, factor)
+                x = tiles.load_scaled(x_ptr, row, column + start, x_inner, x_axis, there, factor)
             hit = _excluded(i_ptr, row, inner, i_axis, i_inner, k, column + start)
             _, high, low = tiles.exponentials(tl.where(hit, float("-inf"), x), own_base, own_floor, own_bias)
             high_sum += high
@@ -154,7 +149,7 @@ def _row_sum(
     if not HELD:
         for start in range(BLOCK, stop, BLOCK):
             there = inside & (column + start < n)
-            best = tiles.larger(best, _scaled(x_ptr, row, column + start, x_inner, x_axis, there, factor))
+            best = tiles.larger(best, tiles.load_scaled(x_ptr, row, column + start, x_inner, x_axis, there, factor))
     m, valid = tiles.maximum(best)
     base, floor, bias = rows.row_shift(m, False)
     high_sum = tl.zeros((BLOCK // GROUP, ROWS), tl.int64)
@@ -163,7 +158,7 @@ def _row_sum(
         x = held
         if not HELD:
             there = inside & (column + start < n)
-            x = _scaled(x_ptr, row, column + start, x_inner, x_axis, there, factor)
+            x = tiles.load_scaled(x_ptr, row, column + start, x_inner, x_axis, there, factor)
         _, high, low = tiles.exponentials(x, base, floor, bias)
         high_sum += high
         low_sum += low
@@ -191,9 +186,10 @@ def distillation_top_rows(
     i_ptr += memory.outer_offset(outer, outer_shape, i_outer)
     j = tl.arange(0, K).to(tl.int64)[:, None]
     log_p = ops.widen(tl.load(t_ptr + row[None, :] * t_inner + j * t_axis, mask=mask, other=float("-inf")), False)
-    z = ops.widen(tl.load(x_ptr + row[None, :] * x_inner + index * x_axis, mask=mask, other=0.0), False) * factor
+    z = ops.widen(tl.load(x_ptr + row[None, :] * x_inner + index * x_axis, mask=mask, other=0.0), False)
+    z = tiles.scaled(z, factor)
     there = tiles.broad(row < inner) & (column < n)
-    held = _scaled(x_ptr, row, column, x_inner, x_axis, there, factor)
+    held = tiles.load_scaled(x_ptr, row, column, x_inner, x_axis, there, factor)
     hi, lo, m, valid = _row_sum(
         x_ptr, held, row, column, n, inner, x_axis, x_inner, factor, BLOCK, ROWS, GROUP, HELD, work
     )  # fmt: skip
@@ -247,9 +243,10 @@ def distillation_top_gradient(
     i_ptr += memory.outer_offset(outer, outer_shape, i_outer)
     j = tl.arange(0, K).to(tl.int64)[:, None]
     log_p = ops.widen(tl.load(t_ptr + row[None, :] * t_inner + j * t_axis, mask=mask, other=float("-inf")), False)
-    z = ops.widen(tl.load(x_ptr + row[None, :] * x_inner + index * x_axis, mask=mask, other=0.0), False) * factor
+    z = ops.widen(tl.load(x_ptr + row[None, :] * x_inner + index * x_axis, mask=mask, other=0.0), False)
+    z = tiles.scaled(z, factor)
     inside = tiles.broad(row < inner)
-    held = _scaled(x_ptr, row, column, x_inner, x_axis, inside & (column < n), factor)
+    held = tiles.load_scaled(x_ptr, row, column, x_inner, x_axis, inside & (column < n), factor)
     hi, lo, m, valid = _row_sum(
         x_ptr, held, row, column, n, inner, x_axis, x_inner, factor, BLOCK, ROWS, GROUP, HELD, work
     )  # fmt: skip
@@ -281,7 +278,7 @@ def distillation_top_gradient(
         there = inside & (column + start < n)
         x = held
         if not HELD:
-            x = _scaled(x_ptr, row, column + start, x_inner, x_axis, there, factor)
+            x = tiles.load_scaled(x_ptr, row, column + start, x_inner, x_axis, there, factor)
         q = tiles.probabilities(x, m, base, floor, bias, r, r_low, largest)
         share = tiles.probabilities(x, rm, r_base, r_floor, r_bias, s, s_low, s_largest)
         slope = tl.where(tiles.broad(some), q - tiles.broad(p_rest) * share, q)

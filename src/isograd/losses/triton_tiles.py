@@ -57,6 +57,21 @@ def load(base, row, column, inner_stride, axis_stride, mask, other: tl.constexpr
 
 
 @triton.jit
+def scaled(x, factor):
+    """Logits over the temperature; finite ones stay finite."""
+    z = x * factor
+    # The bits of an infinity less 1 are those of the largest number of its sign.
+    return tl.where(ops.is_finite(x) & (tl.abs(z) == float("inf")), ops.as_float(ops.as_int(z) - 1), z)
+
+
+@triton.jit
+def load_scaled(base, row, column, inner_stride, axis_stride, mask, factor):
+    """A tile of logits over the temperature, -inf where there are none."""
+    x = load(base, row, column, inner_stride, axis_stride, mask, 0.0)
+    return tl.where(mask, scaled(x, factor), float("-inf"))
+
+
+@triton.jit
 def store(base, row, column, inner_stride, axis_stride, mask, value):
     """Store a tile of rows, rounded to the storage type."""
     y = ops.narrow(value, base.dtype.element_ty, False)

@@ -115,6 +115,17 @@ def _work_infinity(like):
     return (lambda like: np.float32(np.inf)) if _WORK[like] == types.float32 else (lambda like: np.float64(np.inf))
 
 
+def work_largest(like: Any) -> Any:
+    """The largest finite number in that type."""
+    raise NotImplementedError
+
+
+@overload(work_largest, jit_options=INLINED)
+def _work_largest(like):
+    largest = np.finfo(np.float32).max if _WORK[like] == types.float32 else np.finfo(np.float64).max
+    return lambda like: largest
+
+
 def work_nan(like: Any) -> Any:
     """The canonical NaN in that type."""
     raise NotImplementedError
