@@ -174,7 +174,7 @@ def temperature_of(temperature: float, dtype: Any) -> Temperature:
 def scaled(x: Floats, factor: Any) -> Floats:
     """Logits over the temperature; a finite one that overflows is the largest number of its sign."""
     z = x * factor
-    return np.where(np.isinf(z) & np.isfinite(x), np.nextafter(z, x.dtype.type(0)), z)
+    return np.asarray(np.where(np.isinf(z) & np.isfinite(x), np.nextafter(z, x.dtype.type(0)), z))
 
 
 def _as_rows(x: Any) -> Any:
