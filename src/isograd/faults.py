@@ -78,6 +78,13 @@ class named:  # noqa: N801 - a block
         return f"{self.operation}: {rest}"
 
 
+def names() -> tuple[Any, ...]:
+    """What `code` depends on besides its arguments, for caches of what holds codes."""
+    if not _called.namings:
+        return ()
+    return tuple([(n.operation, *n.arguments.items()) for n in _called.namings])
+
+
 class _Called(threading.local):
     def __init__(self) -> None:
         self.namings: list[named] = []
@@ -116,6 +123,11 @@ def _new_flag(device: torch.device, key: tuple[str, int | None]) -> torch.Tensor
                 made = torch.zeros(4, dtype=torch.int64, device=device)
             stream.synchronize()
         return _flags.setdefault(key, made)
+
+
+def debugging() -> bool:
+    """Whether every call waits."""
+    return _debugging
 
 
 def after_launch(device: torch.device) -> None:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from isograd import arrays, encoder, registry
+from isograd import arrays, encoder, launches, registry
 from isograd.errors import (
     BufferTooSmallError,
     DeviceMismatchError,
@@ -293,6 +293,8 @@ class Plan:
         The caller's thread is under the default floating-point environment meanwhile, so that what a kernel does in
         Python and NumPy before and after its compiled code is as exact as that.
         """
+        if self.device != "cpu":
+            launches.running(self.kernel)
         with default_environment():
             self.kernel.launch(self.descriptor, operands, workspace, stream)
 

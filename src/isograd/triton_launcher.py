@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from isograd import compilation
+from isograd import compilation, launches
 
 kept = functools.lru_cache(maxsize=4096)
 
@@ -76,6 +76,20 @@ def compilation_told() -> Iterator[None]:
         knobs.listener = before
 
 
+def submit(
+    prepared: Callable[..., None], index: int, tensors: Sequence[torch.Tensor], arguments: Sequence[Any]
+) -> None:
+    """Launch on the current stream of a device, which need not be the current one; without waiting."""
+    watcher = launches.watcher()
+    if watcher is not None:
+        watcher.launched(prepared, tensors, arguments)
+    if index == torch._C._cuda_getDevice():
+        prepared(torch._C._cuda_getCurrentRawStream(index), *arguments)
+    else:
+        with torch.cuda.device(index):
+            prepared(torch._C._cuda_getCurrentRawStream(index), *arguments)
+
+
 class Launcher:
     """A kernel for one problem: call it with tensors of one device, whose current stream it uses.
 
@@ -113,12 +127,7 @@ class Launcher:
         prepared = self._prepared.get(place)
         if prepared is None:
             prepared = self._prepared[place] = self._prepare(tensors, numbers)
-        passed = self.passed(tensors, addresses)
-        if index == torch._C._cuda_getDevice():
-            prepared(torch._C._cuda_getCurrentRawStream(index), *passed, *numbers)
-        else:
-            with torch.cuda.device(index):
-                prepared(torch._C._cuda_getCurrentRawStream(index), *passed, *numbers)
+        submit(prepared, index, tensors, (*self.passed(tensors, addresses), *numbers))
 
     def _prepare(self, tensors: Sequence[torch.Tensor], numbers: tuple[int, ...]) -> Callable[..., None]:
         """Compile and load; what comes back takes the stream, what is passed of the tensors, and the numbers."""

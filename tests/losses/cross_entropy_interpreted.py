@@ -25,7 +25,7 @@ from cross_entropy_problems import NUMPY, Problem, by_definition, problem, raw, 
 from interpreter_patches import report
 
 import isograd as ig
-from isograd.losses import cross_entropy_cuda, linear_bounds, linear_reference, linear_torch
+from isograd.losses import cross_entropy_cuda, linear_bounds, linear_reference, linear_torch, triton_totals
 from isograd.losses import cross_entropy_reference as reference
 from isograd.losses.linear_torch import Pieces
 from isograd.losses.triton_cross_entropy_launch import cross_entropy, cross_entropy_backward_in_part
@@ -258,6 +258,12 @@ def reductions() -> Iterator[Case]:
             yield "quotient", raw(to_numpy(quotient)) == raw(np.asarray(p.dlosses[0] / expected))
         sums = cross_entropy_cuda.total(to_torch(p.dlosses))
         yield "sum", raw(to_numpy(sums)) == raw(reference.reduced(p.dlosses, "sum"))
+    targets = torch.from_numpy(rng.integers(-1, 3, 20_000))
+    with mock.patch.object(triton_totals, "_ALONE", 0):
+        got = cross_entropy_cuda.target_total(targets, None, 3, -1, "float32")
+    yield "total of many", to_numpy(got) == np.float32((targets != -1).sum())
+    several = cross_entropy_cuda.divided(torch.arange(1500.0), torch.full((1500,), 3.0))
+    yield "quotients", raw(to_numpy(several)) == raw(np.arange(1500, dtype=np.float32) / np.float32(3))
     nan = cross_entropy_cuda.divided(torch.zeros(()), torch.zeros(()))
     yield "0 / 0", to_numpy(nan).view(np.int32) == 0x7FC00000
 

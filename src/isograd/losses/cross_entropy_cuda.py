@@ -22,10 +22,9 @@ def total(values: Any) -> Any:
 
 def divided(a: Any, b: Any) -> Any:
     """The quotient of tensors of one device, rounded once, its NaN the canonical one."""
-    import torch
+    from isograd.losses import triton_totals
 
-    quotient = torch.div(a, b)  # two tensors: a number would become a product with its reciprocal
-    return torch.where(quotient.isnan(), torch.full_like(quotient, float("nan")), quotient)
+    return triton_totals.divided(a, b)
 
 
 def target_total(targets: Any, weight: Any, classes: int, ignore_index: int, work: str) -> Any:
@@ -35,14 +34,10 @@ def target_total(targets: Any, weight: Any, classes: int, ignore_index: int, wor
     """
     import torch
 
-    flat = targets.reshape(-1).to(torch.int64)
-    fits = -(2**63) <= ignore_index < 2**63
-    kept = flat != ignore_index if fits else torch.ones_like(flat, dtype=torch.bool)
-    if weight is None:
-        return kept.sum().to(getattr(torch, work))
-    inside = (flat >= 0) & (flat < classes)
-    own = torch.where(inside, weight[torch.where(inside, flat, 0)], float("nan"))
-    return total(torch.where(kept, own, 0.0))
+    from isograd.losses import triton_totals
+
+    found = triton_totals.target_total(targets, weight, classes, ignore_index, getattr(torch, work))
+    return found if weight is None else total(found)
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------

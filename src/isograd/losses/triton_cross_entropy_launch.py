@@ -17,7 +17,16 @@ from isograd.losses.cross_entropy_plans import CrossEntropyDescriptor, _CrossEnt
 from isograd.numerics.constants import SHORT_ROW
 from isograd.reduction import cuda as reduction
 from isograd.softmax.triton_launch import Configuration, clustered, configuration, resident
-from isograd.triton_launcher import Rows, Specification, architecture, c_strides, compilation_told, launch, rows
+from isograd.triton_launcher import (
+    Rows,
+    Specification,
+    architecture,
+    c_strides,
+    compilation_told,
+    launch,
+    rows,
+    submit,
+)
 
 _INT32_ROW = 1 << 17
 
@@ -237,13 +246,13 @@ def _launch_staged(problem: _Staged, tensors: Sequence[torch.Tensor]) -> None:
     index = tensors[0].get_device()
     addresses = [t.data_ptr() for t in tensors]
     key = (problem, index, *[t.dtype for t in tensors], *[a & 15 for a in addresses])
-    with torch.cuda.device(index):
-        prepared = _prepared.get(key)
-        if prepared is None:
-            if len(_prepared) >= _PREPARED_LIMIT:
-                _prepared.clear()
+    prepared = _prepared.get(key)
+    if prepared is None:
+        if len(_prepared) >= _PREPARED_LIMIT:
+            _prepared.clear()
+        with torch.cuda.device(index):
             prepared = _prepared[key] = _prepare(problem, tensors)
-        prepared(torch._C._cuda_getCurrentRawStream(index), *addresses)
+    submit(prepared, index, tensors, addresses)
 
 
 def report_targets(operation: str, targets: torch.Tensor, n: int, ignore_index: int) -> None:

@@ -17,6 +17,7 @@ from isograd.losses import (
     triton_sparsemax,
 )
 from isograd.losses.divergence_reference import divisor, temperature_of
+from isograd.losses.triton_totals import divided
 from isograd.reduction import cuda as reduction
 from isograd.reduction import triton_kernels as reduction_kernels
 from isograd.softmax.triton_kernels import softmax, softmax_backward
@@ -217,8 +218,7 @@ def _reduced(losses: torch.Tensor, share: int) -> torch.Tensor:
     total = reduction.sum(losses)
     if share == 1:
         return total
-    quotient = torch.div(total, losses.new_full((), share))  # two tensors: a number would become a reciprocal
-    return torch.where(quotient.isnan(), torch.full_like(quotient, float("nan")), quotient)
+    return divided(total, losses.new_full((), share))
 
 
 def _distillation_rows(

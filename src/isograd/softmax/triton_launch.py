@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from isograd.numerics.constants import SHORT_ROW
-from isograd.triton_launcher import compilation_told
+from isograd.triton_launcher import compilation_told, submit
 
 FORWARD = ("softmax", "log_softmax")
 Kernels = Mapping[tuple[str, str], Any]  # (direction, variant)
@@ -415,9 +415,4 @@ def launch(
         if len(_prepared) >= _PREPARED_LIMIT:
             _prepared.clear()
         prepared = _prepared[key] = _prepare(kernels, op, tensors, axis, config)
-    current = torch._C._cuda_getDevice()
-    if index == current:
-        prepared(torch._C._cuda_getCurrentRawStream(index), *addresses)
-    else:
-        with torch.cuda.device(index):
-            prepared(torch._C._cuda_getCurrentRawStream(index), *addresses)
+    submit(prepared, index, tensors, addresses)

@@ -9,12 +9,17 @@
         autocast={"CUDA": ...},
     )
 
-All take the schema's arguments in its order. Operators are differentiated by their kernels at the Autograd key.
+All take the schema's arguments in its order. Operators are differentiated by their kernels at the Autograd key. A call
+with ordinary tensors outside of torch's modes and transforms goes straight to the implementation or its node, which the
+dispatcher would find after two more turns through Python; what implementations do on a GPU is replayed (`replay.py`).
 Where torch.compile traces symbols for arguments of type float, a tensor of their values goes along: see `Numbered`.
 `torch.library.register_autograd` would be shorter, but refuses torch.func's transforms. A single-level function is a
 node for the one level that the kernel serves, so that torch.func, double backward and forward mode compose.
 """
 
+from __future__ import annotations
+
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -26,11 +31,10 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from isograd.errors import InvalidProblemError
+from isograd.torch.replay import replayed
 
 # A fragment, so that every family can add operators to the namespace.
 _library: Any = torch.library.Library("isograd", "FRAGMENT")  # type: ignore[no-untyped-call]
-
-Operator = Callable[..., Any]
 
 
 class Gradient(NamedTuple):
@@ -66,24 +70,98 @@ def operator(
     """
     name = schema.partition("(")[0]
     numbered = "float" in schema
+    run = replayed(run)
     tags = (torch.Tag.pt2_compliant_tag, *(_READS_THE_CPU if numbered else ()))
     _library.define(_with_numbers(schema) if numbered else schema, tags=tags)
     op: Any = getattr(torch.ops.isograd, name).default
-    call: Any = op
-    if numbered:
-        call = Numbered(op)
-        run, fake, gradient, batch, autocast = call.adapted(run, fake, gradient, batch, autocast or {})
+    autocast = autocast or {}
+    call = Numbered(op, run, autocast) if numbered else Operator(op, run, autocast)
+    if isinstance(call, Numbered):
+        run, fake, gradient, batch, autocast = call.adapted(run, fake, gradient, batch, autocast)
     # One implementation for all devices: the registry knows which have a kernel, and says so where none does.
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"isograd::{name}", fake, lib=_library)
     if gradient is not None:
-        _library.impl(name, _differentiated(op, gradient), "Autograd", with_keyset=True)
+        # Not Function.apply, which is for several levels at once.
+        call.apply = super(torch.autograd.Function, _node(op, gradient, call.plain)).apply  # type: ignore[misc]
+        _library.impl(name, _differentiated(call), "Autograd", with_keyset=True)
     torch.library.register_vmap(
         f"isograd::{name}", lambda info, in_dims, *args: batch(call, info.batch_size, in_dims, *args), lib=_library
     )
-    for device, rule in (autocast or {}).items():
+    for device, rule in autocast.items():
         _library.impl(name, _without_autocast(device, rule), f"Autocast{device}")
-    return call  # type: ignore[no-any-return]
+    return call
+
+
+# --- calls -----------------------------------------------------------------------------------------------------------
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _keys(tensor: Tensor) -> int:
+    return torch._C._dispatch_keys(tensor).raw_repr()
+
+
+@functools.cache
+def _ordinary(device: str) -> tuple[int, ...]:
+    """The dispatch keys of dense tensors of a device, made in and outside of inference mode."""
+    with torch.inference_mode():
+        inferred = torch.empty(0, device=device)
+    with torch.inference_mode(False):
+        return _keys(torch.empty(0, device=device)), _keys(inferred)
+
+
+def _direct() -> bool:
+    """Whether no mode, transform or trace is between a caller and an implementation."""
+    c = torch._C
+    return not (
+        torch.compiler.is_compiling()
+        or c._len_torch_dispatch_stack()
+        or c._len_torch_function_stack()
+        or transforms_active()
+        or forward_ad._current_level >= 0
+        or c._get_tracing_state()
+    )
+
+
+class Operator:
+    """An operator as the library calls it.
+
+    `overload` is torch's; `plain` is the implementation, `apply` the node that records a gradient.
+    """
+
+    apply: Callable[..., Any] | None = None
+
+    def __init__(self, op: Any, run: Callable[..., Any], autocast: Mapping[str, Any]) -> None:
+        self.overload, self.plain = op, run
+        self._schema, self._name, self.__name__ = op._schema, op._name, op.__name__
+        arguments = op._schema.arguments
+        self.tensors = tuple([i for i, a in enumerate(arguments) if "Tensor" in str(a.type)])  # optional ones too
+        # Calls arrive without the arguments at the end that have their default.
+        self.every = tuple([a.default_value if a.has_default_value() else None for a in arguments])
+        self._autocast = tuple([device.lower() for device in autocast])
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the operator; arguments at the end that have a default may be left out."""
+        return self._called(args) if _direct() else self.overload(*args)
+
+    def _called(self, args: tuple[Any, ...]) -> Any:
+        """Call it where nothing but the tensors could be in between."""
+        first = args[self.tensors[0]]
+        if type(first) not in _PLAIN:
+            return self.overload(*args)
+        device = first.device.type
+        if device not in ("cuda", "cpu") or (device in self._autocast and torch.is_autocast_enabled(device)):
+            return self.overload(*args)
+        ordinary, recorded = _ordinary(device), False
+        for i in self.tensors:
+            if i < len(args) and (t := args[i]) is not None:
+                if type(t) not in _PLAIN or (_keys(t) not in ordinary and t.device == first.device):
+                    return self.overload(*args)
+                recorded |= t.requires_grad
+        if recorded and self.apply is not None and torch.is_grad_enabled():
+            return self.apply(*args, *self.every[len(args) :], None)
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.plain(*args)
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
@@ -116,22 +194,23 @@ def _number(value: Any) -> Tensor:
     return zero.add(value)
 
 
-class Numbered:
+class Numbered(Operator):
     """An operator with arguments of type float, which may also be tensors without dimensions: float64, on the CPU.
 
     AOTAutograd makes a graph for every value of a symbol that reaches an argument of type float. Where one is not
     `_known`, all those that are not None travel in a last argument, `numbers`, and implementations find them there.
     """
 
-    def __init__(self, op: Any) -> None:
-        self.overload = op
-        self._schema, self._name, self.__name__ = op._schema, op._name, op.__name__
-        *arguments, _ = op._schema.arguments
-        self.floats = tuple([i for i, a in enumerate(arguments) if "float" in str(a.type)])
-        self.defaults = tuple([a.default_value if a.has_default_value() else None for a in arguments])
+    def __init__(self, op: Any, run: Callable[..., Any], autocast: Mapping[str, Any]) -> None:
+        super().__init__(op, run, autocast)
+        self.defaults = self.every[:-1]
+        self.tensors = self.tensors[:-1]
+        self.floats = tuple([i for i, a in enumerate(op._schema.arguments) if "float" in str(a.type)])
 
     def __call__(self, *args: Any) -> Any:
         """Call the operator; arguments at the end that have a default may be left out."""
+        if _direct():
+            return self._called(args)
         for i in self.floats:
             if i < len(args) and not _known(args[i]):
                 return self.overload(*self._collected(args))
@@ -210,10 +289,14 @@ def _primal(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else forward_ad.unpack_dual(tensor, level=0).primal  # type: ignore[no-untyped-call]
 
 
-def _node(op: Any, gradient: Gradient) -> Any:
-    """The operator's node in autograd's graph; the keyset travels as an additional last input."""
+def _node(op: Any, gradient: Gradient, plain: Callable[..., Any]) -> Any:
+    """The operator's node in autograd's graph.
+
+    The dispatcher's keyset travels as an additional last input; without one the implementation `plain` is called.
+    """
     save, differentiate, push = gradient
     count = len(op._schema.arguments) + 1
+    given = count - 1 - ("float" in str(op._schema))  # what an implementation takes: without `numbers`
     padding = tuple([(None,) * (count - given) for given in range(count + 1)])
     several = len(op._schema.returns) > 1
     redispatch = op._handle.redispatch_boxed
@@ -224,6 +307,11 @@ def _node(op: Any, gradient: Gradient) -> Any:
             keyset, args = args[-1], args[:-1]
             if several:
                 ctx.set_materialize_grads(False)
+            if keyset is None:
+                with torch._C._AutoDispatchBelowAutograd():
+                    output = plain(*args[:given])
+                ctx.save_for_backward(*save(ctx, args, output))
+                return output
             with torch._C._AutoDispatchBelowAutograd():
                 if transforms_active():
                     with _differentiable():
@@ -252,16 +340,12 @@ def _node(op: Any, gradient: Gradient) -> Any:
     return Node
 
 
-def _differentiated(op: Any, gradient: Gradient) -> Callable[..., Any]:
+def _differentiated(call: Operator) -> Callable[..., Any]:
     """The kernel at the Autograd key."""
-    # Not Function.apply, which is for several levels at once.
-    apply = super(torch.autograd.Function, _node(op, gradient)).apply
-    redispatch = op._handle.redispatch_boxed
-    arguments = op._schema.arguments
-    tensors = tuple([i for i, a in enumerate(arguments) if "Tensor" in str(a.type)])  # optional ones too
-    # Calls arrive without the arguments at the end that have their default.
-    defaults = tuple([a.default_value if a.has_default_value() else None for a in arguments])
-    count = len(arguments)
+    apply: Any = call.apply
+    redispatch = call.overload._handle.redispatch_boxed
+    tensors, defaults = call.tensors, call.every
+    count = len(defaults)
 
     def recorded(args: tuple[Any, ...]) -> bool:
         if torch.is_grad_enabled():

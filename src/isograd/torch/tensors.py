@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isograd import arrays, memory, registry
+from isograd import arrays, launches, memory, registry
 from isograd.errors import DeviceMismatchError, InvalidProblemError, UnsupportedError
 from isograd.plan import DTYPES as DTYPE_NAMES
 from isograd.plan import INDEX_DTYPES as INDEX_DTYPE_NAMES
@@ -197,6 +197,7 @@ def launch(plan: Plan, **operands: Tensor) -> None:
         views = {name: arrays.numpy_view(tensor) for name, tensor in operands.items()}
         plan.kernel.launch(plan.descriptor, views, None, None)
     else:
+        launches.running(plan.kernel)
         plan.kernel.launch(plan.descriptor, operands, None, None)
 
 

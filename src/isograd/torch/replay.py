@@ -1,0 +1,360 @@
+"""What an operator does on a GPU, recorded once for a problem and replayed: what can be decided once is decided once.
+
+An implementation chooses kernels, tiles and scratch memory from shapes, strides, dtypes and options, in up to some
+hundred microseconds of Python. Where a problem comes a second time, its allocations, launches and calls of torch's own
+operators are recorded; from then on they are repeated on the new tensors, and nothing else is.
+
+A record is found by everything that an implementation may decide on: the arguments that are no tensors, shapes,
+strides, dtypes and alignment of those that are, where they lie in one another, the device, and the registry's state.
+What cannot be repeated is not recorded, and takes the long way always: results that depend on data or on the host's
+memory, random numbers of torch, kernels of others, empty tensors.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from isograd import faults, launches, registry
+
+Run = Callable[..., Any]
+# (tensors, their addresses, stream) -> None; a step appends what it makes to both lists.
+Step = Callable[[list[Any], list[int], int], None]
+
+_MOST = 2048  # problems of an operator
+_ALLOCATIONS = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
+
+
+class _Unrepeatable(Exception):  # noqa: N818 - a decision, not an error
+    """What happened cannot be replayed."""
+
+
+class _View(NamedTuple):
+    """A tensor within that of a slot; `size` is None where it is that tensor itself."""
+
+    slot: int
+    size: tuple[int, ...] | None = None
+    stride: tuple[int, ...] = ()
+    offset: int = 0  # elements
+
+    def of(self, tensors: list[Any]) -> Any:
+        """The tensor at a replay."""
+        tensor = tensors[self.slot]
+        if self.size is None:
+            return tensor
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+
+def _geometry(t: Tensor) -> tuple[Any, ...]:
+    return tuple(t.shape), t.stride(), t.dtype
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    return (sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1) * itemsize
+
+
+class _Recorder(TorchDispatchMode):
+    """Watches a call; `steps` is what it did. Slots are the inputs, then the memory that the call made."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.device = inputs[0].device
+        self.failed = False
+        self.steps: list[tuple[Step, tuple[int, ...]]] = []  # with the slots that each reads
+        self._watching = True
+        self._bases = [t.data_ptr() for t in inputs]
+        self._extents = [_extent(t.shape, t.stride(), t.element_size()) for t in inputs]
+        self._geometries = [_geometry(t) for t in inputs]
+        self._kept: list[Tensor | None] = [None] * len(inputs)  # constants, which records hold on to
+        self._made: dict[int, tuple[int, StorageWeakRef]] = {}  # by storage; a weak reference keeps its identity
+
+    # --- where tensors lie ------------------------------------------------------------------------------------------
+    def _slot(self, t: Tensor) -> int:
+        if t.device != self.device or t.numel() == 0 or t.layout is not torch.strided:
+            raise _Unrepeatable
+        made = self._made.get(t.untyped_storage()._cdata)
+        if made is not None:
+            return made[0]
+        address = t.data_ptr()
+        for slot, (base, extent) in enumerate(zip(self._bases, self._extents, strict=True)):
+            if base <= address < base + extent and (self._kept[slot] is None or self._kept[slot] is t):
+                return slot
+        return self._add(t, constant=True)
+
+    def _add(self, t: Tensor, constant: bool = False) -> int:
+        self._bases.append(t.data_ptr())
+        self._extents.append(_extent(t.shape, t.stride(), t.element_size()) if constant else 0)
+        self._geometries.append(_geometry(t))
+        self._kept.append(t if constant else None)
+        if constant:
+            self.steps.append((_constant(t), ()))
+        return len(self._bases) - 1
+
+    def _view(self, t: Tensor) -> _View:
+        slot = self._slot(t)
+        offset = t.data_ptr() - self._bases[slot]
+        if offset == 0 and _geometry(t) == self._geometries[slot]:
+            return _View(slot)
+        if t.dtype is not self._geometries[slot][2]:
+            raise _Unrepeatable
+        return _View(slot, tuple(t.shape), t.stride(), offset // t.element_size())
+
+    # --- what happens ------------------------------------------------------------------------------------------------
+    def launched(self, prepared: Callable[..., None], tensors: Sequence[Tensor], arguments: Sequence[Any]) -> None:
+        """A kernel, given addresses and then numbers."""
+        if self.failed or not self._watching:
+            return
+        try:
+            count = len(tensors)
+            if [t.data_ptr() for t in tensors] != list(arguments[:count]):
+                raise _Unrepeatable
+            slots = tuple([self._slot(t) for t in tensors])
+        except _Unrepeatable:
+            self.failed = True
+            return
+        offsets = [t.data_ptr() - self._bases[slot] for t, slot in zip(tensors, slots, strict=True)]
+        self.steps.append((_launch(prepared, slots, offsets, tuple(arguments[count:])), slots))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """One of torch's operators."""
+        kwargs = kwargs or {}
+        self._watching, before = False, self._watching
+        try:
+            output = func(*args, **kwargs)
+        finally:
+            self._watching = before
+        if before and not self.failed:
+            try:
+                self._note(func, args, kwargs, output)
+            except _Unrepeatable:
+                self.failed = True
+        return output
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        outputs = output if isinstance(output, (tuple, list)) else (output,)
+        if torch.Tag.nondeterministic_seeded in func.tags or not all(isinstance(o, Tensor) for o in outputs):
+            raise _Unrepeatable
+        name = func._schema.name
+        if name in _ALLOCATIONS:
+            self._fresh(output)
+            self.steps.append((_allocation(output), ()))
+            return
+        if func._schema.is_mutable or not func.is_view:
+            step = _call(func, [self._argument(a) for a in args], {k: self._argument(a) for k, a in kwargs.items()})
+            read = [a.slot for a in (*step.args, *step.kwargs.values()) if isinstance(a, _View)]
+            if not func._schema.is_mutable:
+                for o in outputs:
+                    self._fresh(o)
+                step.makes = True
+            self.steps.append((step, tuple(read)))
+
+    def _fresh(self, t: Tensor) -> None:
+        """Give memory that was made a slot."""
+        storage = t.untyped_storage()
+        if t.device != self.device or t.numel() == 0 or storage._cdata in self._made:
+            raise _Unrepeatable
+        self._made[storage._cdata] = (self._add(t), StorageWeakRef(storage))
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._view(value)
+        if isinstance(value, (tuple, list)) and any(isinstance(v, Tensor) for v in value):
+            raise _Unrepeatable
+        return value
+
+    # --- the record --------------------------------------------------------------------------------------------------
+    def record(self, inputs: int, output: Any) -> "_Record":
+        """What replays the call."""
+        several = isinstance(output, tuple)
+        views = [self._view(o) for o in (output if several else (output,))]
+        if any(v.slot < inputs or self._kept[v.slot] is not None for v in views):
+            raise _Unrepeatable
+        index = self.device.index
+        return _Record(index, _released(self.steps, inputs, {v.slot for v in views}), views, several)
+
+
+def _released(steps: list[tuple[Step, tuple[int, ...]]], inputs: int, kept: set[int]) -> list[Step]:
+    """The steps, and where memory is read for the last time its release."""
+    last: dict[int, int] = {}
+    for i, (_, read) in enumerate(steps):
+        for slot in read:
+            last[slot] = i
+    result = []
+    for i, (step, read) in enumerate(steps):
+        result.append(step)
+        gone = tuple([slot for slot in set(read) if slot >= inputs and slot not in kept and last[slot] == i])
+        if gone and i + 1 < len(steps):
+            result.append(_release(gone))
+    return result
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+def _constant(t: Tensor) -> Step:
+    address = t.data_ptr()
+
+    def step(tensors: list[Any], addresses: list[int], stream: int) -> None:
+        tensors.append(t)
+        addresses.append(address)
+
+    return step
+
+
+def _allocation(t: Tensor) -> Step:
+    size, stride, dtype, device = tuple(t.shape), t.stride(), t.dtype, t.device
+    make = torch.empty_strided
+
+    def step(tensors: list[Any], addresses: list[int], stream: int) -> None:
+        made = make(size, stride, dtype=dtype, device=device)
+        tensors.append(made)
+        addresses.append(made.data_ptr())
+
+    return step
+
+
+def _launch(
+    prepared: Callable[..., None], slots: tuple[int, ...], offsets: list[int], numbers: tuple[Any, ...]
+) -> Step:
+    if not any(offsets):
+
+        def plain(tensors: list[Any], addresses: list[int], stream: int) -> None:
+            prepared(stream, *[addresses[s] for s in slots], *numbers)
+
+        return plain
+    places = tuple(zip(slots, offsets, strict=True))
+
+    def step(tensors: list[Any], addresses: list[int], stream: int) -> None:
+        prepared(stream, *[addresses[s] + offset for s, offset in places], *numbers)
+
+    return step
+
+
+class _call:  # noqa: N801 - a step, as the functions beside it
+    def __init__(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+        self.func, self.args, self.kwargs, self.makes = func, args, kwargs, False
+
+    def __call__(self, tensors: list[Any], addresses: list[int], stream: int) -> None:
+        args = [a.of(tensors) if type(a) is _View else a for a in self.args]
+        kwargs = {k: a.of(tensors) if type(a) is _View else a for k, a in self.kwargs.items()}
+        output = self.func(*args, **kwargs)
+        if self.makes:
+            for o in output if isinstance(output, (tuple, list)) else (output,):
+                tensors.append(o)
+                addresses.append(o.data_ptr())
+
+
+def _release(slots: tuple[int, ...]) -> Step:
+    def step(tensors: list[Any], addresses: list[int], stream: int) -> None:
+        for slot in slots:
+            tensors[slot] = None
+
+    return step
+
+
+class _Record:
+    """A call that was recorded."""
+
+    __slots__ = ("_index", "_output", "_steps", "_views")
+
+    def __init__(self, index: int, steps: list[Step], views: list[_View], several: bool) -> None:
+        self._index, self._steps, self._views = index, steps, views
+        self._output = views[0] if not several else None
+
+    def __call__(self, tensors: list[Any], addresses: list[int]) -> Any:
+        """Do it again with other tensors, on the current stream of their device."""
+        if self._index != torch._C._cuda_getDevice():
+            with torch.cuda.device(self._index):
+                return self(tensors, addresses)
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        for step in self._steps:
+            step(tensors, addresses, stream)
+        if self._output is not None:
+            return self._output.of(tensors)
+        return tuple([view.of(tensors) for view in self._views])
+
+
+# --- finding a record ------------------------------------------------------------------------------------------------
+class _Met:
+    """A problem that was met: what its tensors span, and records by how they lie in one another."""
+
+    __slots__ = ("extents", "records")
+
+    def __init__(self, extents: tuple[int, ...]) -> None:
+        self.extents = extents
+        self.records: dict[tuple[int, ...] | None, _Record | None] = {}
+
+    def layout(self, addresses: list[int]) -> tuple[int, ...] | None:
+        """None where the tensors are apart, else their distances."""
+        end = 0
+        for address, extent in sorted(zip(addresses, self.extents, strict=True)):
+            if address < end:
+                return tuple([a - addresses[0] for a in addresses])
+            end = address + extent
+        return None
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def replayed(run: Run) -> Run:
+    """An implementation of an operator that replays what it did for the same problem on a GPU."""
+    problems: dict[Any, _Met | None] = {}
+
+    def call(*args: Any) -> Any:
+        key: list[Any] = [registry.generation()]
+        tensors: list[Any] = []
+        addresses: list[int] = []
+        for a in args:
+            if type(a) in _PLAIN:
+                if not a.is_cuda:
+                    return run(*args)
+                address = a.data_ptr()
+                key += (a.shape, a.stride(), a.dtype, a.get_device(), address & 15)
+                tensors.append(a)
+                addresses.append(address)
+            elif type(a) is float:
+                key += (a, math.copysign(1.0, a))  # 0.0 == -0.0
+            elif isinstance(a, Tensor):
+                return run(*args)
+            else:
+                key.append(tuple(a) if type(a) is list else a)
+        if not tensors or faults.debugging():
+            return run(*args)
+        key += faults.names()
+        problem = tuple(key)
+        met = problems.get(problem)
+        if met is None:
+            if problem not in problems and len(problems) < _MOST and 0 not in addresses:
+                extents = tuple([_extent(t.shape, t.stride(), t.element_size()) for t in tensors])
+                problems[problem] = _Met(extents)
+            elif len(problems) >= _MOST:
+                problems.clear()
+            return run(*args)  # lazily made constants exist the second time
+        layout = met.layout(addresses)
+        if layout in met.records:
+            record = met.records[layout]
+            return run(*args) if record is None else record(tensors, addresses)
+        if torch.cuda.is_current_stream_capturing():
+            return run(*args)
+        return _recorded(run, args, tensors, met, layout)
+
+    return call
+
+
+def _recorded(run: Run, args: tuple[Any, ...], tensors: list[Tensor], met: _Met, layout: tuple[int, ...] | None) -> Any:
+    """Call an implementation and keep a record of it, or that there is none."""
+    recorder = _Recorder(tensors)
+    with launches.watched(recorder), recorder:
+        output = run(*args)
+    record = None
+    if not recorder.failed:
+        try:
+            record = recorder.record(len(tensors), output)
+        except _Unrepeatable:
+            record = None
+    met.records[layout] = record
+    return output

@@ -1,0 +1,214 @@
+"""Records of what an operator does on a device, with kernels that are Python functions on the CPU's memory."""
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+from isograd import launches  # noqa: E402
+from isograd.torch import replay  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Records ask for the current device and its stream; the tensors here have no device number.
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+
+
+def floats(address: int, count: int) -> Any:
+    return np.ctypeslib.as_array((ctypes.c_float * count).from_address(address))
+
+
+def triple(stream: int, source: int, target: int, count: int) -> None:
+    """A kernel."""
+    assert stream == 7
+    floats(target, count)[:] = floats(source, count) * np.float32(3)
+
+
+def launch(source: Any, target: Any, count: int | None = None) -> None:
+    arguments = [source.data_ptr(), target.data_ptr(), target.numel() if count is None else count]
+    watcher = launches.watcher()
+    if watcher is not None:
+        watcher.launched(triple, [source, target], arguments)
+    triple(7, *arguments)
+
+
+class Problem:
+    """An implementation that is called, recorded and replayed on fresh tensors."""
+
+    def __init__(self, run: Any, *tensors: Any) -> None:
+        extents = tuple([replay._extent(t.shape, t.stride(), t.element_size()) for t in tensors])
+        self.calls, self.met = 0, replay._Met(extents)
+
+        def counted(*args: Any) -> Any:
+            self.calls += 1
+            return run(*args)
+
+        self.run = counted
+        self.first = self(*tensors)
+
+    def __call__(self, *tensors: Any) -> Any:
+        addresses = [t.data_ptr() for t in tensors]
+        layout = self.met.layout(addresses)
+        if layout not in self.met.records:
+            return replay._recorded(self.run, tensors, list(tensors), self.met, layout)
+        record = self.met.records[layout]
+        return self.run(*tensors) if record is None else record(list(tensors), addresses)
+
+
+CONSTANT = torch.tensor([10.0, 20.0, 30.0, 40.0])
+
+
+def alone(x: Any) -> Any:
+    out = torch.empty_like(x)
+    launch(x, out)
+    return out
+
+
+def scratch(x: Any) -> Any:
+    first, out = torch.empty(4), torch.empty(4)
+    launch(x, first)
+    del first
+    second = torch.empty(4)  # perhaps where the first was
+    launch(x, second)
+    launch(second, out)
+    return out
+
+
+def views(x: Any) -> Any:
+    out = torch.zeros(2, 4)
+    launch(x[2:], out[1, 1:3])
+    out[0].copy_(x)
+    return out.t()
+
+
+def constants(x: Any) -> Any:
+    out = torch.empty(4)
+    launch(CONSTANT, out)
+    return out.add_(x)
+
+
+def operators(x: Any) -> tuple[Any, Any]:
+    square = torch.mm(x.view(2, 2), x.view(2, 2).t())
+    out = torch.full((2, 2), 0.5)
+    torch.mm(square, square, out=out)
+    launch(out, square)
+    values, _ = torch.sort(x, stable=True)
+    return square, values
+
+
+def several(x: Any) -> tuple[Any, Any]:
+    pair = torch.empty(2, 4)
+    launch(x, pair[0])
+    launch(pair[0], pair[1])
+    return pair[0], pair[1]
+
+
+@pytest.mark.parametrize("run", [alone, scratch, views, constants, operators, several])
+def test_a_record_does_what_the_call_does(run: Any) -> None:
+    problem = Problem(run, torch.arange(4.0))
+    for seed in range(3):
+        x = torch.randn(4, generator=torch.Generator().manual_seed(seed))
+        got, expected = problem(x), run(x)
+        pairs = zip(got, expected, strict=True) if isinstance(expected, tuple) else [(got, expected)]
+        for a, b in pairs:
+            assert a.stride() == b.stride()
+            assert torch.equal(a, b)
+    assert problem.calls == 1
+
+
+def test_results_of_replays_are_apart() -> None:
+    problem = Problem(alone, torch.arange(4.0))
+    a, b = problem(torch.ones(4)), problem(torch.zeros(4))
+    assert torch.equal(a, torch.full((4,), 3.0))
+    assert torch.equal(b, torch.zeros(4))
+
+
+def test_memory_is_released_where_it_is_read_for_the_last_time() -> None:
+    problem = Problem(scratch, torch.arange(4.0))
+    alive: list[int] = []
+    record = problem.met.records[None]
+    assert record is not None
+    tensors: list[Any] = [torch.ones(4)]
+    addresses = [tensors[0].data_ptr()]
+    for step in record._steps:
+        step(tensors, addresses, 7)
+        alive.append(sum(t is not None for t in tensors[1:]))
+    assert max(alive) == 2  # of three allocations
+
+
+def reads(x: Any) -> Any:
+    return x * 2 if x[0].item() > 0 else x * 3
+
+
+def random(x: Any) -> Any:
+    return x + torch.rand(4)
+
+
+def dropped(x: Any) -> Any:
+    return torch.nn.functional.dropout(x, 0.5)
+
+
+def itself(x: Any) -> Any:
+    return x
+
+
+def constant(x: Any) -> Any:
+    return CONSTANT
+
+
+def empty(x: Any) -> Any:
+    return torch.empty(0)
+
+
+def described(x: Any) -> Any:
+    out = torch.empty(4)
+    launches.watcher() and launches.watcher().launched(triple, [x, out], [object(), out.data_ptr()])
+    return out.copy_(x)
+
+
+class Foreign:
+    """A kernel of somebody else."""
+
+
+def foreign(x: Any) -> Any:
+    launches.running(Foreign())
+    return x * 2
+
+
+@pytest.mark.parametrize("run", [reads, random, dropped, itself, constant, empty, described, foreign])
+def test_what_cannot_be_repeated_is_not_recorded(run: Any) -> None:
+    problem = Problem(run, torch.arange(4.0))
+    assert problem.met.records == {None: None}
+    problem(torch.ones(4))
+    assert problem.calls == 2
+
+
+def both(x: Any, y: Any) -> Any:
+    out = torch.empty(4)
+    launch(x, out)
+    return out.add_(y)
+
+
+def test_tensors_that_lie_in_one_another_have_a_record_of_their_own() -> None:
+    whole = torch.arange(8.0)
+    problem = Problem(both, whole[:4], whole[:4])
+    assert None not in problem.met.records
+    for x, y in ((whole[:4], whole[:4]), (whole[:4], whole[4:]), (whole[:4], whole[2:6]), (whole[2:6], whole[:4])):
+        assert torch.equal(problem(x, y), x * 3 + y)
+        assert torch.equal(problem(x.clone(), y.clone()), x * 3 + y)
+    assert problem.calls == 4  # the same, apart, and two distances
+
+
+def test_an_error_leaves_nothing_behind() -> None:
+    def failing(x: Any) -> Any:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        Problem(failing, torch.arange(4.0))
+    assert launches.watcher() is None
+    assert torch._C._len_torch_dispatch_stack() == 0
