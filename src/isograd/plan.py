@@ -142,6 +142,8 @@ def integer(operation: str, argument: str, value: Any) -> int:
 
 def real_number(operation: str, argument: str, value: Any) -> float:
     """A number as a float; InvalidProblemError for anything else, and for an integer beyond all floats."""
+    if type(value) is float:
+        return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidProblemError(f"{operation}: {argument} is {value!r}; expected a number")
     try:

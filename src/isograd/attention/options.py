@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -73,15 +73,8 @@ class AttentionOptions:
         seed = self.seed
         if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 1 << 64:
             raise InvalidProblemError(f"{operation}: seed is {seed!r}; accepted: integers from 0 to 2^64 - 1")
-        return replace(
-            self,
-            causal=bool(self.causal),
-            window=None if self.window is None else _window(operation, self.window),
-            scale=scale,
-            softcap=softcap,
-            dropout_p=dropout_p,
-            seed=int(seed),
-        )
+        window = None if self.window is None else _window(operation, self.window)
+        return type(self)(bool(self.causal), self.alignment, window, scale, softcap, dropout_p, int(seed))
 
     def offset(self, q_length: int, k_length: int) -> int:
         """The key that query 0 is level with."""

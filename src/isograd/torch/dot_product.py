@@ -205,6 +205,8 @@ def _broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
 
 def _four_axes(x: Tensor, lead: tuple[int, ...]) -> Tensor:
     """[..., L, D], broadcast to the leading axes, as [B, H, L, D]."""
+    if len(lead) == 2 and lead == x.shape[:-2]:
+        return x
     lead = (1,) * (2 - len(lead)) + lead
     return x.expand(*lead, *x.shape[-2:]).reshape(math.prod(lead[:-1]), lead[-1], *x.shape[-2:])
 
