@@ -10,10 +10,11 @@ from isograd.blocks import BlockEnd
 class Watcher(Protocol):
     """Who is told of launches."""
 
-    failed: bool
-
     def launched(self, prepared: Callable[..., None], tensors: Sequence[Any], arguments: Sequence[Any]) -> None:
         """A launch is about to happen; the arguments begin with what is passed of the tensors."""
+
+    def foreign(self, kernel: Any) -> None:
+        """A kernel from outside the library is about to launch, where nobody sees it."""
 
 
 class _Current(threading.local):
@@ -46,6 +47,6 @@ def watcher() -> Watcher | None:
 
 
 def running(kernel: Any) -> None:
-    """A kernel is about to launch; one from outside the library does so where nobody sees it."""
+    """Say that a kernel is about to launch."""
     if _current.watcher is not None and not type(kernel).__module__.startswith("isograd."):
-        _current.watcher.failed = True
+        _current.watcher.foreign(kernel)

@@ -138,10 +138,10 @@ def test_autocast_as_torch(kind, autocast):
 @pytest.mark.parametrize("kind", KINDS)
 def test_opcheck(kind):
     x, dy = sample(3, 4, device="cuda"), sample(3, 4, seed=1, device="cuda")
-    torch.library.opcheck(ops.FORWARD[kind], (x.clone().requires_grad_(), -1))
-    torch.library.opcheck(ops.FORWARD[kind], (x.T, 0), {"dtype": torch.float64})
+    torch.library.opcheck(ops.FORWARD[kind].overload, (x.clone().requires_grad_(), -1))
+    torch.library.opcheck(ops.FORWARD[kind].overload, (x.T, 0), {"dtype": torch.float64})
     y = FORWARD[kind](x, -1)
-    torch.library.opcheck(ops.BACKWARD[kind], (dy.clone().requires_grad_(), y.clone().requires_grad_(), -1))
+    torch.library.opcheck(ops.BACKWARD[kind].overload, (dy.clone().requires_grad_(), y.clone().requires_grad_(), -1))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -214,9 +214,9 @@ OPERATORS = list(operators(torch.float32))
 
 @pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.__name__)
 def test_opcheck(op):
-    torch.library.opcheck(getattr(op, "overload", op), operators(torch.float32)[op])
+    torch.library.opcheck(op.overload, operators(torch.float32)[op])
     plain = [a.detach() if isinstance(a, torch.Tensor) else a for a in operators(torch.bfloat16)[op]]
-    torch.library.opcheck(getattr(op, "overload", op), tuple(plain))
+    torch.library.opcheck(op.overload, tuple(plain))
 
 
 @pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.__name__)

@@ -162,8 +162,8 @@ OPERATORS = [
 @pytest.mark.parametrize(("op", "arguments"), OPERATORS, ids=lambda v: getattr(v, "__name__", None))
 def test_opcheck(op, arguments):
     x, index, values = problem(torch.float64)
-    torch.library.opcheck(getattr(op, "overload", op), arguments(x.requires_grad_(), index, values.requires_grad_()))
-    torch.library.opcheck(getattr(op, "overload", op), arguments(*problem(torch.bfloat16)))
+    torch.library.opcheck(op.overload, arguments(x.requires_grad_(), index, values.requires_grad_()))
+    torch.library.opcheck(op.overload, arguments(*problem(torch.bfloat16)))
 
 
 @pytest.mark.parametrize(("op", "arguments"), OPERATORS, ids=lambda v: getattr(v, "__name__", None))

@@ -209,9 +209,9 @@ each_operator = pytest.mark.parametrize(
 
 @each_operator
 def test_opcheck(op):
-    torch.library.opcheck(getattr(op, "overload", op), operators(torch.float32)[op])
+    torch.library.opcheck(op.overload, operators(torch.float32)[op])
     plain = [a.detach() if isinstance(a, torch.Tensor) else a for a in operators(torch.bfloat16, True)[op]]
-    torch.library.opcheck(getattr(op, "overload", op), tuple(plain))
+    torch.library.opcheck(op.overload, tuple(plain))
 
 
 @each_operator

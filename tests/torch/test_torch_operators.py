@@ -32,11 +32,13 @@ def operands(dtype):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_opcheck(kind, dtype):
     for x, dy, dim in operands(dtype):
-        torch.library.opcheck(ops.FORWARD[kind], (x.clone().requires_grad_(), dim))
-        torch.library.opcheck(ops.FORWARD[kind], (x, dim), {"dtype": torch.float32})
+        torch.library.opcheck(ops.FORWARD[kind].overload, (x.clone().requires_grad_(), dim))
+        torch.library.opcheck(ops.FORWARD[kind].overload, (x, dim), {"dtype": torch.float32})
         y = FORWARD[kind](x, dim)
-        torch.library.opcheck(ops.BACKWARD[kind], (dy.clone().requires_grad_(), y.clone().requires_grad_(), dim))
-        torch.library.opcheck(ops.BACKWARD[kind], (dy, y, dim))
+        torch.library.opcheck(
+            ops.BACKWARD[kind].overload, (dy.clone().requires_grad_(), y.clone().requires_grad_(), dim)
+        )
+        torch.library.opcheck(ops.BACKWARD[kind].overload, (dy, y, dim))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -211,9 +211,9 @@ OPERATORS = list(operators(torch.float32))
 
 @pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.__name__)
 def test_opcheck(op):
-    torch.library.opcheck(getattr(op, "overload", op), operators(torch.float32)[op])
+    torch.library.opcheck(op.overload, operators(torch.float32)[op])
     arguments = [a.detach() if isinstance(a, torch.Tensor) else a for a in operators(torch.bfloat16)[op]]
-    torch.library.opcheck(getattr(op, "overload", op), tuple(arguments))
+    torch.library.opcheck(op.overload, tuple(arguments))
 
 
 @pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.__name__)

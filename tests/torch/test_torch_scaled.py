@@ -59,13 +59,13 @@ def test_a_product_is_rounded_to_the_work_type_and_to_the_storage_type(dtype):
 
 def test_opcheck_and_derivatives():
     x, factor = torch.randn(4, 3, dtype=torch.float64, requires_grad=True), torch.tensor(0.7, dtype=torch.float64)
-    torch.library.opcheck(SCALED, (x, factor))
+    torch.library.opcheck(SCALED.overload, (x, factor))
     both = (x, factor.clone().requires_grad_())
     assert torch.autograd.gradcheck(SCALED, both, check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(SCALED, both)
     assert torch.equal(torch.func.vmap(SCALED, (0, None))(x, factor), x * factor)
     divisor = x.detach().square() + 1
-    torch.library.opcheck(DIVIDED, (x, divisor))
+    torch.library.opcheck(DIVIDED.overload, (x, divisor))
     assert torch.autograd.gradcheck(DIVIDED, (x, divisor), check_forward_ad=True, check_batched_grad=True)
     assert torch.equal(torch.func.vmap(DIVIDED, (0, None))(x, divisor[0]), x / divisor[0])
 

@@ -19,7 +19,6 @@ node for the one level that the kernel serves, so that torch.func, double backwa
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -83,7 +82,7 @@ def operator(
     torch.library.register_fake(f"isograd::{name}", fake, lib=_library)
     if gradient is not None:
         # Not Function.apply, which is for several levels at once.
-        call.apply = super(torch.autograd.Function, _node(op, gradient, call.plain)).apply  # type: ignore[misc]
+        call.apply = super(torch.autograd.Function, _node(op, gradient, call.plain)).apply
         _library.impl(name, _differentiated(call), "Autograd", with_keyset=True)
     torch.library.register_vmap(
         f"isograd::{name}", lambda info, in_dims, *args: batch(call, info.batch_size, in_dims, *args), lib=_library
@@ -95,19 +94,6 @@ def operator(
 
 # --- calls -----------------------------------------------------------------------------------------------------------
 _PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def _keys(tensor: Tensor) -> int:
-    return torch._C._dispatch_keys(tensor).raw_repr()
-
-
-@functools.cache
-def _ordinary(device: str) -> tuple[int, ...]:
-    """The dispatch keys of dense tensors of a device, made in and outside of inference mode."""
-    with torch.inference_mode():
-        inferred = torch.empty(0, device=device)
-    with torch.inference_mode(False):
-        return _keys(torch.empty(0, device=device)), _keys(inferred)
 
 
 def _direct() -> bool:
@@ -146,22 +132,25 @@ class Operator:
 
     def _called(self, args: tuple[Any, ...]) -> Any:
         """Call it where nothing but the tensors could be in between."""
-        first = args[self.tensors[0]]
-        if type(first) not in _PLAIN:
+        if self._autocast and torch._C._is_any_autocast_enabled() and self._is_autocast(args):
             return self.overload(*args)
-        device = first.device.type
-        if device not in ("cuda", "cpu") or (device in self._autocast and torch.is_autocast_enabled(device)):
-            return self.overload(*args)
-        ordinary, recorded = _ordinary(device), False
+        recorded, given = False, len(args)
         for i in self.tensors:
-            if i < len(args) and (t := args[i]) is not None:
-                if type(t) not in _PLAIN or (_keys(t) not in ordinary and t.device == first.device):
+            if i < given and (t := args[i]) is not None:
+                # What the dispatcher resolves before an implementation sees it.
+                if type(t) not in _PLAIN or not (t.is_cuda or t.is_cpu) or t.is_neg() or t._is_zerotensor():
                     return self.overload(*args)
-                recorded |= t.requires_grad
-        if recorded and self.apply is not None and torch.is_grad_enabled():
-            return self.apply(*args, *self.every[len(args) :], None)
+                recorded = recorded or t.requires_grad
+        if not recorded or not torch.is_grad_enabled():
+            return self.plain(*args)
+        if self.apply is not None:
+            return self.apply(*args, *self.every[given:], None)
         with torch._C._AutoDispatchBelowAutograd():
             return self.plain(*args)
+
+    def _is_autocast(self, args: tuple[Any, ...]) -> bool:
+        device = args[self.tensors[0]].device.type
+        return device in self._autocast and torch.is_autocast_enabled(device)
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
@@ -308,8 +297,7 @@ def _node(op: Any, gradient: Gradient, plain: Callable[..., Any]) -> Any:
             if several:
                 ctx.set_materialize_grads(False)
             if keyset is None:
-                with torch._C._AutoDispatchBelowAutograd():
-                    output = plain(*args[:given])
+                output = plain(*args[:given])
                 ctx.save_for_backward(*save(ctx, args, output))
                 return output
             with torch._C._AutoDispatchBelowAutograd():
@@ -393,7 +381,7 @@ def batched(tensor: Tensor, batch_dim: int | None, size: int) -> Tensor:
 def one_by_one(op: Operator, size: int, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
     """The batching rule of an operator that has no faster one: its results for every member, stacked."""
     if size == 0:
-        raise InvalidProblemError(f"{op._name}: vmap over an empty batch")  # type: ignore[attr-defined]
+        raise InvalidProblemError(f"{op._name}: vmap over an empty batch")
     results = [
         op(*[a.select(d, i) if isinstance(d, int) else a for a, d in zip(args, in_dims, strict=True)])
         for i in range(size)

@@ -244,7 +244,7 @@ def _push_combine_backward(
 
 def _batch_tokens(op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
     """Over a batch, whose members' tokens lie one behind the other; `order` counts from those of its own member."""
-    place = next(i for i, a in enumerate(op._schema.arguments) if a.name == "order")  # type: ignore[attr-defined]
+    place = next(i for i, a in enumerate(op._schema.arguments) if a.name == "order")
     members = [a if d is None and not isinstance(a, Tensor) else define.batched(a, d, size)
                for a, d in zip(args, in_dims, strict=True)]  # fmt: skip
     order = members[place]

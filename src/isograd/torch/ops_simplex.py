@@ -167,7 +167,7 @@ def _batch(
     """Run an operator whose first `count` arguments are tensors and whose last one is dim, over a batch."""
     tensors = [define.batched(t, d, size) for t, d in zip(args[:count], in_dims, strict=False)]
     shape = tensors[0].shape[1:]
-    arguments = op._schema.arguments  # type: ignore[attr-defined]
+    arguments = op._schema.arguments
     defaults = [a.default_value for a in arguments[len(args) :] if a.name != "numbers"]
     *options, dim = [*args[count:], *defaults]
     if not shape:

@@ -2,14 +2,16 @@
 
 An implementation chooses kernels, tiles and scratch memory from shapes, strides, dtypes and options, in up to some
 hundred microseconds of Python. Where a problem comes a second time, its allocations, launches and calls of torch's own
-operators are recorded; from then on they are repeated on the new tensors, and nothing else is.
+operators are recorded, and a third time, to see that both agree on what outlives a call; from then on they are repeated
+on the new tensors, and nothing else is.
 
 A record is found by everything that an implementation may decide on: the arguments that are no tensors, shapes,
 strides, dtypes and alignment of those that are, where they lie in one another, the device, and the registry's state.
 What cannot be repeated is not recorded, and takes the long way always: results that depend on data or on the host's
-memory, random numbers of torch, kernels of others, empty tensors.
+memory, random numbers of torch, kernels of others. The logger `isograd.replay` says so at the level DEBUG.
 """
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +27,7 @@ Run = Callable[..., Any]
 # (tensors, their addresses, stream) -> None; a step appends what it makes to both lists.
 Step = Callable[[list[Any], list[int], int], None]
 
+_log = logging.getLogger("isograd.replay")
 _MOST = 2048  # problems of an operator
 _ALLOCATIONS = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
 
@@ -58,13 +61,13 @@ def _extent(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
     return (sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1) * itemsize
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches a call; `steps` is what it did. Slots are the inputs, then the memory that the call made."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device = inputs[0].device
-        self.failed = False
+        self.reason: str | None = None  # why there will be no record
         self.steps: list[tuple[Step, tuple[int, ...]]] = []  # with the slots that each reads
         self._watching = True
         self._bases = [t.data_ptr() for t in inputs]
@@ -75,11 +78,11 @@ class _Recorder(TorchDispatchMode):
 
     # --- where tensors lie ------------------------------------------------------------------------------------------
     def _slot(self, t: Tensor) -> int:
-        if t.device != self.device or t.numel() == 0 or t.layout is not torch.strided:
-            raise _Unrepeatable
         made = self._made.get(t.untyped_storage()._cdata)
         if made is not None:
             return made[0]
+        if t.device != self.device or t.numel() == 0:
+            raise _Unrepeatable(f"a tensor of shape {tuple(t.shape)} on {t.device}")
         address = t.data_ptr()
         for slot, (base, extent) in enumerate(zip(self._bases, self._extents, strict=True)):
             if base <= address < base + extent and (self._kept[slot] is None or self._kept[slot] is t):
@@ -101,24 +104,28 @@ class _Recorder(TorchDispatchMode):
         if offset == 0 and _geometry(t) == self._geometries[slot]:
             return _View(slot)
         if t.dtype is not self._geometries[slot][2]:
-            raise _Unrepeatable
+            raise _Unrepeatable("memory that is seen as another dtype")
         return _View(slot, tuple(t.shape), t.stride(), offset // t.element_size())
 
     # --- what happens ------------------------------------------------------------------------------------------------
     def launched(self, prepared: Callable[..., None], tensors: Sequence[Tensor], arguments: Sequence[Any]) -> None:
         """A kernel, given addresses and then numbers."""
-        if self.failed or not self._watching:
+        if self.reason or not self._watching:
             return
         try:
             count = len(tensors)
             if [t.data_ptr() for t in tensors] != list(arguments[:count]):
-                raise _Unrepeatable
+                raise _Unrepeatable("a launch that takes descriptors of tensors")
             slots = tuple([self._slot(t) for t in tensors])
-        except _Unrepeatable:
-            self.failed = True
+        except _Unrepeatable as error:
+            self.reason = str(error)
             return
         offsets = [t.data_ptr() - self._bases[slot] for t, slot in zip(tensors, slots, strict=True)]
         self.steps.append((_launch(prepared, slots, offsets, tuple(arguments[count:])), slots))
+
+    def foreign(self, kernel: Any) -> None:
+        """A kernel that launches where nobody sees it."""
+        self.reason = f"a kernel of {type(kernel).__module__}"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """One of torch's operators."""
@@ -128,43 +135,46 @@ class _Recorder(TorchDispatchMode):
             output = func(*args, **kwargs)
         finally:
             self._watching = before
-        if before and not self.failed:
+        if before and not self.reason:
             try:
                 self._note(func, args, kwargs, output)
-            except _Unrepeatable:
-                self.failed = True
+            except _Unrepeatable as error:
+                self.reason = f"{func}: {error}"
         return output
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         outputs = output if isinstance(output, (tuple, list)) else (output,)
         if torch.Tag.nondeterministic_seeded in func.tags or not all(isinstance(o, Tensor) for o in outputs):
-            raise _Unrepeatable
+            raise _Unrepeatable("results that no replay would have")
         name = func._schema.name
         if name in _ALLOCATIONS:
             self._fresh(output)
             self.steps.append((_allocation(output), ()))
             return
-        if func._schema.is_mutable or not func.is_view:
-            step = _call(func, [self._argument(a) for a in args], {k: self._argument(a) for k, a in kwargs.items()})
-            read = [a.slot for a in (*step.args, *step.kwargs.values()) if isinstance(a, _View)]
-            if not func._schema.is_mutable:
-                for o in outputs:
-                    self._fresh(o)
-                step.makes = True
-            self.steps.append((step, tuple(read)))
+        changes, given = func._schema.is_mutable, [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        known = {t.untyped_storage()._cdata for t in given}
+        if not changes and all(o.untyped_storage()._cdata in known for o in outputs):
+            return  # a view; what may be one, like `reshape`, shows in its result alone
+        step = _call(func, [self._argument(a) for a in args], {k: self._argument(a) for k, a in kwargs.items()})
+        read = [a.slot for a in (*step.args, *step.kwargs.values()) if isinstance(a, _View)]
+        if not changes:
+            for o in outputs:
+                self._fresh(o)
+            step.makes = True
+        self.steps.append((step, tuple(read)))
 
     def _fresh(self, t: Tensor) -> None:
         """Give memory that was made a slot."""
         storage = t.untyped_storage()
-        if t.device != self.device or t.numel() == 0 or storage._cdata in self._made:
-            raise _Unrepeatable
-        self._made[storage._cdata] = (self._add(t), StorageWeakRef(storage))
+        if t.device != self.device or storage._cdata in self._made:
+            raise _Unrepeatable(f"a tensor on {t.device}, or made before")
+        self._made[storage._cdata] = (self._add(t), StorageWeakRef(storage))  # type: ignore[no-untyped-call]
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._view(value)
         if isinstance(value, (tuple, list)) and any(isinstance(v, Tensor) for v in value):
-            raise _Unrepeatable
+            raise _Unrepeatable("a list of tensors")
         return value
 
     # --- the record --------------------------------------------------------------------------------------------------
@@ -173,9 +183,10 @@ class _Recorder(TorchDispatchMode):
         several = isinstance(output, tuple)
         views = [self._view(o) for o in (output if several else (output,))]
         if any(v.slot < inputs or self._kept[v.slot] is not None for v in views):
-            raise _Unrepeatable
-        index = self.device.index
-        return _Record(index, _released(self.steps, inputs, {v.slot for v in views}), views, several)
+            raise _Unrepeatable("a result that the call did not make")
+        constants = tuple([t.untyped_storage()._cdata for t in self._kept if t is not None])
+        steps = _released(self.steps, inputs, {v.slot for v in views})
+        return _Record(self.device.index, steps, views, several, constants)
 
 
 def _released(steps: list[tuple[Step, tuple[int, ...]]], inputs: int, kept: set[int]) -> list[Step]:
@@ -258,10 +269,13 @@ def _release(slots: tuple[int, ...]) -> Step:
 class _Record:
     """A call that was recorded."""
 
-    __slots__ = ("_index", "_output", "_steps", "_views")
+    __slots__ = ("_index", "_output", "_steps", "_views", "constants")
 
-    def __init__(self, index: int, steps: list[Step], views: list[_View], several: bool) -> None:
+    def __init__(
+        self, index: int, steps: list[Step], views: list[_View], several: bool, constants: tuple[int, ...]
+    ) -> None:
         self._index, self._steps, self._views = index, steps, views
+        self.constants = constants  # the storages, which the steps keep alive
         self._output = views[0] if not several else None
 
     def __call__(self, tensors: list[Any], addresses: list[int]) -> Any:
@@ -279,12 +293,16 @@ class _Record:
 
 # --- finding a record ------------------------------------------------------------------------------------------------
 class _Met:
-    """A problem that was met: what its tensors span, and records by how they lie in one another."""
+    """A problem that was met: what its tensors span, and records by how they lie in one another.
 
-    __slots__ = ("extents", "records")
+    first: records that a second one has not confirmed.
+    """
+
+    __slots__ = ("extents", "first", "records")
 
     def __init__(self, extents: tuple[int, ...]) -> None:
         self.extents = extents
+        self.first: dict[tuple[int, ...] | None, _Record] = {}
         self.records: dict[tuple[int, ...] | None, _Record | None] = {}
 
     def layout(self, addresses: list[int]) -> tuple[int, ...] | None:
@@ -297,7 +315,8 @@ class _Met:
         return None
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_SIMPLE = frozenset({bool, int, float, str, torch.dtype, type(None)})
+_SEQUENCES = frozenset({list, tuple, torch.Size})
 
 
 def replayed(run: Run) -> Run:
@@ -305,26 +324,28 @@ def replayed(run: Run) -> Run:
     problems: dict[Any, _Met | None] = {}
 
     def call(*args: Any) -> Any:
-        key: list[Any] = [registry.generation()]
+        key: list[Any] = [registry.generation(), faults.names()]
         tensors: list[Any] = []
         addresses: list[int] = []
         for a in args:
-            if type(a) in _PLAIN:
+            kind = type(a)
+            if kind is Tensor or kind is torch.nn.Parameter:
                 if not a.is_cuda:
                     return run(*args)
                 address = a.data_ptr()
                 key += (a.shape, a.stride(), a.dtype, a.get_device(), address & 15)
                 tensors.append(a)
                 addresses.append(address)
-            elif type(a) is float:
-                key += (a, math.copysign(1.0, a))  # 0.0 == -0.0
-            elif isinstance(a, Tensor):
-                return run(*args)
+            elif kind is float and not a:
+                key.append((a, math.copysign(1.0, a)))  # 0.0 == -0.0
+            elif kind in _SIMPLE:
+                key.append(a)
+            elif kind in _SEQUENCES:
+                key.append(tuple(a))
             else:
-                key.append(tuple(a) if type(a) is list else a)
+                return run(*args)
         if not tensors or faults.debugging():
             return run(*args)
-        key += faults.names()
         problem = tuple(key)
         met = problems.get(problem)
         if met is None:
@@ -350,11 +371,19 @@ def _recorded(run: Run, args: tuple[Any, ...], tensors: list[Tensor], met: _Met,
     recorder = _Recorder(tensors)
     with launches.watched(recorder), recorder:
         output = run(*args)
-    record = None
-    if not recorder.failed:
-        try:
-            record = recorder.record(len(tensors), output)
-        except _Unrepeatable:
-            record = None
-    met.records[layout] = record
+    try:
+        if recorder.reason:
+            raise _Unrepeatable(recorder.reason)
+        record = recorder.record(len(tensors), output)
+        first = met.first.pop(layout, None)
+        if first is None:
+            met.first[layout] = record
+            return output
+        # What lies outside of a call's own memory and differs between two calls is a temporary that nobody saw.
+        if first.constants != record.constants:
+            raise _Unrepeatable("memory that was not seen to be made")
+        met.records[layout] = record
+    except _Unrepeatable as error:
+        _log.debug("%s is not replayed: %s", getattr(run, "__qualname__", run), error)
+        met.records[layout] = None
     return output
