@@ -96,6 +96,11 @@ def operator(
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
+def _is_unresolved(t: Tensor) -> bool:
+    """Whether the dispatcher has something to do before an implementation sees the tensor."""
+    return torch._C._dispatch_isTensorSubclassLike(t) or t.is_neg() or t._is_zerotensor()
+
+
 def _direct() -> bool:
     """Whether no mode, transform or trace is between a caller and an implementation."""
     c = torch._C
@@ -137,8 +142,7 @@ class Operator:
         recorded, given = False, len(args)
         for i in self.tensors:
             if i < given and (t := args[i]) is not None:
-                # What the dispatcher resolves before an implementation sees it.
-                if type(t) not in _PLAIN or not (t.is_cuda or t.is_cpu) or t.is_neg() or t._is_zerotensor():
+                if type(t) not in _PLAIN or not (t.is_cuda or t.is_cpu) or _is_unresolved(t):
                     return self.overload(*args)
                 recorded = recorded or t.requires_grad
         if not recorded or not torch.is_grad_enabled():

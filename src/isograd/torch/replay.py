@@ -68,7 +68,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = inputs[0].device
         self.reason: str | None = None  # why there will be no record
-        self.steps: list[tuple[Step, tuple[int, ...]]] = []  # with the slots that each reads
+        self.steps: list[
+            tuple[Step, tuple[int, ...], int]
+        ] = []  # with the slots that each reads, and how many it makes
         self._watching = True
         self._bases = [t.data_ptr() for t in inputs]
         self._extents = [_extent(t.shape, t.stride(), t.element_size()) for t in inputs]
@@ -95,7 +97,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._geometries.append(_geometry(t))
         self._kept.append(t if constant else None)
         if constant:
-            self.steps.append((_constant(t), ()))
+            self.steps.append((_constant(t), (), 1))
         return len(self._bases) - 1
 
     def _view(self, t: Tensor) -> _View:
@@ -121,7 +123,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.reason = str(error)
             return
         offsets = [t.data_ptr() - self._bases[slot] for t, slot in zip(tensors, slots, strict=True)]
-        self.steps.append((_launch(prepared, slots, offsets, tuple(arguments[count:])), slots))
+        self.steps.append((_launch(prepared, slots, offsets, tuple(arguments[count:])), slots, 0))
 
     def foreign(self, kernel: Any) -> None:
         """A kernel that launches where nobody sees it."""
@@ -149,7 +151,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name
         if name in _ALLOCATIONS:
             self._fresh(output)
-            self.steps.append((_allocation(output), ()))
+            self.steps.append((_allocation(output), (), 1))
             return
         changes, given = func._schema.is_mutable, [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         known = {t.untyped_storage()._cdata for t in given}
@@ -161,7 +163,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for o in outputs:
                 self._fresh(o)
             step.makes = True
-        self.steps.append((step, tuple(read)))
+        self.steps.append((step, tuple(read), 0 if changes else len(outputs)))
 
     def _fresh(self, t: Tensor) -> None:
         """Give memory that was made a slot."""
@@ -189,16 +191,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _Record(self.device.index, steps, views, several, constants)
 
 
-def _released(steps: list[tuple[Step, tuple[int, ...]]], inputs: int, kept: set[int]) -> list[Step]:
+def _released(steps: list[tuple[Step, tuple[int, ...], int]], inputs: int, kept: set[int]) -> list[Step]:
     """The steps, and where memory is read for the last time its release."""
     last: dict[int, int] = {}
-    for i, (_, read) in enumerate(steps):
+    made = inputs
+    for i, (_, read, makes) in enumerate(steps):
         for slot in read:
             last[slot] = i
-    result = []
-    for i, (step, read) in enumerate(steps):
+        for _ in range(makes):
+            last[made] = i
+            made += 1
+    result: list[Step] = []
+    for i, (step, _, _) in enumerate(steps):
         result.append(step)
-        gone = tuple([slot for slot in set(read) if slot >= inputs and slot not in kept and last[slot] == i])
+        gone = tuple([slot for slot, at in last.items() if at == i and slot >= inputs and slot not in kept])
         if gone and i + 1 < len(steps):
             result.append(_release(gone))
     return result
@@ -292,6 +298,9 @@ class _Record:
 
 
 # --- finding a record ------------------------------------------------------------------------------------------------
+Layout = tuple[tuple[int, int, int], ...] | None
+
+
 class _Met:
     """A problem that was met: what its tensors span, and records by how they lie in one another.
 
@@ -302,17 +311,28 @@ class _Met:
 
     def __init__(self, extents: tuple[int, ...]) -> None:
         self.extents = extents
-        self.first: dict[tuple[int, ...] | None, _Record] = {}
-        self.records: dict[tuple[int, ...] | None, _Record | None] = {}
+        self.first: dict[Layout, _Record] = {}
+        self.records: dict[Layout, _Record | None] = {}
 
-    def layout(self, addresses: list[int]) -> tuple[int, ...] | None:
-        """None where the tensors are apart, else their distances."""
+    def layout(self, addresses: list[int]) -> Layout:
+        """None where the tensors are apart, else where those that lie in one another begin: (tensor, group, bytes)."""
         end = 0
         for address, extent in sorted(zip(addresses, self.extents, strict=True)):
             if address < end:
-                return tuple([a - addresses[0] for a in addresses])
+                return self._groups(addresses)
             end = address + extent
         return None
+
+    def _groups(self, addresses: list[int]) -> Layout:
+        groups: list[list[int]] = []
+        end = 0
+        for i in sorted(range(len(addresses)), key=lambda i: (addresses[i], self.extents[i], i)):
+            if addresses[i] >= end:
+                groups.append([])
+            groups[-1].append(i)
+            end = max(end, addresses[i] + self.extents[i])
+        several = sorted([sorted(g) for g in groups if len(g) > 1])
+        return tuple([(i, n, addresses[i] - min(addresses[j] for j in g)) for n, g in enumerate(several) for i in g])
 
 
 _SIMPLE = frozenset({bool, int, float, str, torch.dtype, type(None)})
@@ -366,7 +386,7 @@ def replayed(run: Run) -> Run:
     return call
 
 
-def _recorded(run: Run, args: tuple[Any, ...], tensors: list[Tensor], met: _Met, layout: tuple[int, ...] | None) -> Any:
+def _recorded(run: Run, args: tuple[Any, ...], tensors: list[Tensor], met: _Met, layout: Layout) -> Any:
     """Call an implementation and keep a record of it, or that there is none."""
     recorder = _Recorder(tensors)
     with launches.watched(recorder), recorder:
