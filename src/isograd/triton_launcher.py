@@ -22,13 +22,18 @@ kept = functools.lru_cache(maxsize=4096)
 
 
 class Specification(NamedTuple):
-    """What follows the tensors in a kernel's signature, how many programs run, and options of the compiler."""
+    """What follows the tensors in a kernel's signature, how many programs run, and options of the compiler.
+
+    free: arguments that vary with the number of rows or tokens and say nothing about how memory is read; nothing is
+    compiled anew for their values.
+    """
 
     tail: tuple[Any, ...]
     programs: int
     warps: int = 4
     stages: int | None = None
     registers: int | None = None
+    free: tuple[str, ...] = ()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -39,6 +44,14 @@ class Specification(NamedTuple):
         if self.registers is not None:
             options["maxnreg"] = self.registers
         return options
+
+
+@functools.cache
+def unspecialized(kernel: Any, free: tuple[str, ...]) -> Any:
+    """The kernel that is not compiled anew for values of these arguments, not even for 1 and multiples of 16."""
+    if not free or not isinstance(kernel, triton.JITFunction):  # Triton's interpreter has its own
+        return kernel
+    return type(kernel)(kernel.fn, do_not_specialize=[*(kernel.do_not_specialize or ()), *free])
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
@@ -101,7 +114,7 @@ class Launcher:
     __slots__ = ("_kernel", "_prepared", "_specification")
 
     def __init__(self, kernel: Any, specification: Specification) -> None:
-        self._kernel = kernel
+        self._kernel = unspecialized(kernel, specification.free)
         self._specification = specification
         self._prepared: dict[int, Callable[..., None]] = {}
 
@@ -233,8 +246,8 @@ def rows(shape: Sequence[int], strides: Sequence[Sequence[int]], axis: int) -> R
     """The rows along an axis of tensors that agree in every other axis; the last tensor is the one that is written."""
     others = [i for i in range(len(shape)) if i != axis]
     sizes, steps = merged([shape[i] for i in others], [[s[i] for i in others] for s in strides])
-    if not sizes:
-        sizes, steps = [1], [tuple(0 for _ in strides)]
+    if not sizes:  # one row, with the strides that more would have
+        sizes, steps = [1], [tuple(s[others[-1]] if others else 0 for s in strides)]
     outer = tuple(tuple(step[t] for step in steps[:-1]) for t in range(len(strides)))
     return Rows(sizes[-1], tuple(s[axis] for s in strides), steps[-1], tuple(sizes[:-1]), outer)
 

@@ -66,7 +66,7 @@ def _key_steps(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["seed_low", "seed_high", "tiles", "lq", "lk"])
 def attention_backward_keys(
     do_ptr, q_ptr, k_ptr, v_ptr, dk_ptr, dv_ptr, rows_ptr, bias_ptr, mask_ptr, q_segments_ptr,
     k_segments_ptr, q_starts_ptr, k_starts_ptr, seed_low, seed_high,
@@ -168,7 +168,7 @@ def _query_steps(
     return dq
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["seed_low", "seed_high", "tiles", "lq", "lk"])
 def attention_backward_queries(
     do_ptr, q_ptr, k_ptr, v_ptr, dq_ptr, rows_ptr, bias_ptr, mask_ptr, q_segments_ptr, k_segments_ptr, q_starts_ptr,
     k_starts_ptr, seed_low, seed_high,

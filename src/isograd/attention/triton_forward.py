@@ -55,7 +55,7 @@ def _steps(
     return acc, total, m
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["seed_low", "seed_high", "tiles", "lq", "lk"])
 def attention_forward(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, bias_ptr, mask_ptr, q_segments_ptr, k_segments_ptr, q_starts_ptr, k_starts_ptr,
     sinks_ptr, seed_low, seed_high,

@@ -117,7 +117,7 @@ def attention_bounds(
     tl.atomic_max(to + BD, tl.max(ops.magnitude_key(norms(v)), 0), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lq"])
 def attention_rows(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, bounds_ptr, rows_ptr, q_starts_ptr, batch, heads, group, lq, pitch, sequences,
     o_strides, do_strides, inverse,

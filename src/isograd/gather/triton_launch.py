@@ -42,7 +42,7 @@ def _tile(k: int, inner: int, along: bool) -> tuple[int, int]:
     k, inner = power_of_two(k), power_of_two(inner)
     if along:
         k = min(k, 1024)
-        return min(inner, 1024 // k), k
+        return 1024 // k, k
     rows_ = min(inner, 128)
     k = min(k, 1024 // rows_)
     return min(inner, 1024 // k), k
@@ -57,7 +57,12 @@ def _take(
     per_program, block = _tile(k, problem.inner, problem.axis_strides[2] == 1)
     tail = (n, k, problem.inner, code, *problem.strides, per_program, block, negative)
     programs = problem.outer * -(-problem.inner // per_program) * -(-k // block)
-    return Launcher(triton_kernels.take, Specification(tail, programs))
+    return Launcher(triton_kernels.take, Specification(tail, programs, free=_free(problem, 2)))
+
+
+def _free(problem: Rows, written: int) -> tuple[str, ...]:
+    """The number of rows, where the elements of each are neighbours in the tensor of this number."""
+    return ("inner",) if problem.axis_strides[written] == 1 else ()
 
 
 def take_along_axis(
@@ -95,11 +100,20 @@ class ScatterConfiguration(NamedTuple):
 
 
 def scatter_configuration(
-    k: int, n: int, inner: int, count: int, itemsize: int, unique: bool, has_x: bool, arch: int, multiprocessors: int
+    k: int,
+    n: int,
+    inner: int,
+    count: int,
+    itemsize: int,
+    unique: bool,
+    has_x: bool,
+    arch: int,
+    multiprocessors: int,
+    along: bool = False,
 ) -> ScatterConfiguration | None:
     """The variant for rows of n elements with k sources each, None where atomics serve them.
 
-    inner: neighbours on the inner axis; count: rows in all.
+    inner: neighbours on the inner axis; count: rows in all; along: whether a row's sources are neighbours in memory.
     """
     k = power_of_two(k)
     if k > (_UNIQUE if unique else _COMPARED):
@@ -109,7 +123,7 @@ def scatter_configuration(
     else:
         most = 1024 if itemsize == 8 else 2048
         variant, size = "pairs", max(most // k if unique else most // (k * k), 1)
-    size = min(power_of_two(inner), size)
+    size = size if along else min(power_of_two(inner), size)
     warps = 4 if variant == "pairs" else 2  # more threads than rows: they fill the output
     # Few programs would fill a long row slowly. AMD's barrier does not order stores to memory.
     fill = arch > 0 and (size * n * itemsize <= 1 << 16 or count >= 4 * size * multiprocessors)
@@ -154,7 +168,8 @@ def _scatter(p: _Scatter) -> _ScatterKernels:
     if config is None and not p.atomics:
         count = problem.outer * problem.inner
         machine = (p.arch, p.multiprocessors)
-        config = scatter_configuration(p.k, n, problem.inner, count, itemsize, p.unique, p.has_x, *machine)
+        along = problem.axis_strides[1] == 1
+        config = scatter_configuration(p.k, n, problem.inner, count, itemsize, p.unique, p.has_x, *machine, along)
     if config is None:
         return _scatter_with_atomics(p, problem, native)
     fills = config.fill and not p.in_place
@@ -163,7 +178,8 @@ def _scatter(p: _Scatter) -> _ScatterKernels:
     fixed = (config.rows, power_of_two(p.k), config.block, p.has_x, fills, p.unique, narrow, p.negative, native)
     tail = (n, p.k, problem.inner, p.code, *problem.strides, *fixed)
     programs = problem.outer * -(-problem.inner // config.rows)
-    return _ScatterKernels((Launcher(kernel, Specification(tail, programs, config.warps)),), fills, 0)
+    specification = Specification(tail, programs, config.warps, free=_free(problem, 1))
+    return _ScatterKernels((Launcher(kernel, specification),), fills, 0)
 
 
 def _scatter_with_atomics(p: _Scatter, problem: Rows, native: bool) -> _ScatterKernels:
@@ -293,9 +309,11 @@ def _matrix(t: torch.Tensor, count: int) -> torch.Tensor:
 def _select(num: int, count: int, width: int, code: int, strides: _Shape, types: Any, negative: bool) -> Launcher:
     itemsize = types[0].itemsize
     block = min(power_of_two(width), 4096 // itemsize)
-    per_program = min(power_of_two(count), max(8192 // itemsize // block, 1))
+    per_program = max(8192 // itemsize // block, 1)
     tail = (num, count, width, code, *strides, per_program, block, negative)
-    return Launcher(triton_groups.select, Specification(tail, -(-count // per_program) * -(-width // block)))
+    return Launcher(
+        triton_groups.select, Specification(tail, -(-count // per_program) * -(-width // block), free=("num", "count"))
+    )
 
 
 def index_select(
@@ -385,7 +403,12 @@ def _sum(p: _Sum) -> _SumKernels:
     scratch = groups.COUNTERS.value + 5 * num + 2 * count + 2 * count // groups.CHUNK.value + 1 + 3 * (count // 2 + 1)
     kind = torch.int32 if scratch < 1 << 31 else torch.int64
     hot = count // (groups.HOT.value + 1) * hot_size if hots else 0
-    return _SumKernels(tuple(Launcher(*s) for s in specifications), scratch, kind, hot)
+    vary = ("num", "count", "hot_size", "programs", "hot_programs")
+    launchers = [
+        Launcher(kernel, s._replace(free=tuple([name for name in vary if name in kernel.arg_names])))
+        for kernel, s in specifications
+    ]
+    return _SumKernels(tuple(launchers), scratch, kind, hot)
 
 
 def index_sum(
@@ -430,9 +453,10 @@ def index_sum(
     )
     launchers, size, kind, hot_size = _sum(problem)
     scratch = torch.zeros(size, dtype=kind, device=device)
-    hot = torch.empty(hot_size, dtype=torch.int64, device=device) if hot_size else scratch
+    flag = faults.flag(device)
+    hot = torch.empty(hot_size, dtype=torch.int64, device=device) if hot_size else flag  # never looked at
     group_count, group_allocate, group_place, group_copy, group_sum = launchers
-    group_count(flat, scratch, faults.flag(device))
+    group_count(flat, scratch, flag)
     group_allocate(scratch)
     group_place(flat, scratch, hot)
     group_copy(source, base, result, scratch, hot)

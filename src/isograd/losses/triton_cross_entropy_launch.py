@@ -51,6 +51,11 @@ class _Problem(NamedTuple):
         return _contiguous(self.n, self.rows)
 
     @property
+    def free(self) -> tuple[str, ...]:
+        """Arguments that nothing is compiled anew for."""
+        return ("inner", "state_part") if self.contiguous else ("state_part",)
+
+    @property
     def programs(self) -> int:
         """Programs that serve all rows."""
         return self.rows.outer * -(-self.rows.inner // self.config.rows)
@@ -89,12 +94,12 @@ def _forward(problem: _Problem, fused: bool) -> Specification:
     long_row = problem.n > (SHORT_ROW if problem.itemsize == 2 else _INT32_ROW)
     flags = (problem.mode, fused, problem.stateful, problem.weighted, problem.z)
     tail = (*problem.sizes, *flags, *problem.tile, held, long_row, problem.config.native)
-    return Specification(tail, problem.programs, problem.config.warps)
+    return Specification(tail, problem.programs, problem.config.warps, free=problem.free)
 
 
 def _backward(problem: _Problem, in_part: bool) -> Specification:
     tail = (*problem.sizes, problem.mode, problem.weighted, in_part, *problem.tile, problem.config.native)
-    return Specification(tail, problem.programs, problem.config.warps)
+    return Specification(tail, problem.programs, problem.config.warps, free=problem.free)
 
 
 @functools.lru_cache(maxsize=256)

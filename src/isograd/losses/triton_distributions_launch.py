@@ -87,10 +87,12 @@ def _sum(
     length = -(-n // (chunks * _ELEMENTS)) * _ELEMENTS
     chunks = -(-n // length)
     words = (2 if wide else 1) * (2 if n > _SHORT_SUM else 1)
-    layout, most = _merged(shape, strides), power_of_two(chunks)
-    keys = Specification((n, length, *layout, log_target, _ELEMENTS), chunks)
-    parts = Specification((n, length, chunks, *layout, log_target, _ELEMENTS, most, words), chunks)
-    finish = Specification((share, 1, chunks, 1, 1, 1, (), (), 1, most, words, share != 1, False), 1)
+    layout, most = _merged(shape, strides), _MOST_CHUNKS
+    free = ("n", "length", "chunks")
+    keys = Specification((n, length, *layout, log_target, _ELEMENTS), chunks, free=free[:2])
+    parts = Specification((n, length, chunks, *layout, log_target, _ELEMENTS, most, words), chunks, free=free)
+    tail = (share, 1, chunks, 1, 1, 1, (), (), 1, most, words, share != 1, False)
+    finish = Specification(tail, 1, free=("n", "chunks"))
     return _Sum(
         Launcher(triton_divergence.kl_keys, keys),
         Launcher(triton_divergence.kl_parts, parts),

@@ -14,13 +14,13 @@ _ALONE = 1 << 16  # targets that one program counts
 _CHUNK = 1 << 13  # that each of several counts
 
 
-@triton.jit(do_not_specialize=["count", "step", "ignore_index"])
-def count_targets(target_ptr, out_ptr, count, step, ignore_index, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["count", "chunk", "step", "ignore_index"])
+def count_targets(target_ptr, out_ptr, count, chunk, step, ignore_index, BLOCK: tl.constexpr):
     """Count the targets of a chunk that are not ignored."""
-    first = tl.program_id(0).to(tl.int64) * CHUNK
+    first = tl.program_id(0).to(tl.int64) * chunk
     ignored = memory.wide_int(ignore_index)
     found = tl.zeros((BLOCK,), tl.int64)
-    for start in range(0, CHUNK, BLOCK):
+    for start in range(0, chunk, BLOCK):
         place = first + start + tl.arange(0, BLOCK)
         target = tl.load(target_ptr + place * step, mask=place < count, other=0).to(tl.int64)
         found += ((place < count) & (target != ignored)).to(tl.int64)
@@ -89,11 +89,10 @@ def target_total(
         return own
     out = torch.empty((), dtype=work, device=flat.device)
     if count <= _ALONE:
-        chunk = max(-(-count // _BLOCK) * _BLOCK, _BLOCK)
-        launch(count_targets, (flat, out), _as_it_is, (count, step, ignored, triton.next_power_of_2(chunk), _BLOCK), 1)
+        launch(count_targets, (flat, out), _as_it_is, (count, count, step, ignored, _BLOCK), 1)
         return out
     programs = -(-count // _CHUNK)
     parts = torch.empty(programs, dtype=torch.int64, device=flat.device)
-    launch(count_targets, (flat, parts), _as_it_is, (count, step, ignored, _CHUNK, _BLOCK), programs)
+    launch(count_targets, (flat, parts), _as_it_is, (count, _CHUNK, step, ignored, _BLOCK), programs)
     launch(add_counts, (parts, out), _as_it_is, (programs, _BLOCK), 1)
     return out

@@ -65,6 +65,8 @@ class _Problem(NamedTuple):
 def configuration(n: int, inner: int, outer: int, contiguous: bool, multiprocessors: int) -> Configuration:
     """The tiles for `outer * inner` rows of n elements; `contiguous` says that a row's elements are neighbours."""
     whole = power_of_two(n)
+    if inner * outer == 1 and n <= _HELD:  # few sizes, for whatever is compiled for one
+        whole = _ELEMENTS // 2 if n <= _ELEMENTS // 2 else _HELD
     if contiguous:
         block = min(whole, _HELD)
         per_program = min(power_of_two(inner), max(_ELEMENTS // block, 1))
@@ -83,7 +85,7 @@ def configuration(n: int, inner: int, outer: int, contiguous: bool, multiprocess
 def _sum_rows(p: _Problem) -> Specification:
     config = p.config
     tail = (p.n, p.rows.inner, *p.rows.strides, config.rows, config.block, p.n <= config.block, p.mean, p.native)
-    return Specification(tail, p.programs, config.warps)
+    return Specification(tail, p.programs, config.warps, free=("n",) if p.kept == 1 else ())
 
 
 def _input(p: _Problem) -> tuple[Any, ...]:

@@ -78,7 +78,7 @@ def _choose(
     return ops.as_float(bits), where
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def router_tile(
     x_ptr,
     bias_ptr,
@@ -120,7 +120,7 @@ def router_tile(
     _store_chosen(w_ptr, i_ptr, w, where, row, tokens, k, w_row, w_column, i_row, i_column)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def router_separated(
     x_ptr,
     w_ptr,
@@ -182,7 +182,7 @@ def router_separated(
             _store_chosen(w_ptr, i_ptr, s, at, row, tokens, K, w_row, w_column, i_row, i_column)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def router_backward(
     d_ptr,
     x_ptr,
@@ -260,7 +260,7 @@ def router_backward(
 
 
 # --- top_k -----------------------------------------------------------------------------------------------------------
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def top_k_tile(
     x_ptr,
     v_ptr,
@@ -304,7 +304,7 @@ def descending_keys(x_ptr, key_ptr, count, BLOCK: tl.constexpr):
 
 
 # --- renormalize -----------------------------------------------------------------------------------------------------
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def renormalize_tile(
     g_ptr,
     w_ptr,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from isograd.numerics.constants import SHORT_ROW
-from isograd.triton_launcher import compilation_told, submit
+from isograd.triton_launcher import compilation_told, submit, unspecialized
 
 FORWARD = ("softmax", "log_softmax")
 Kernels = Mapping[tuple[str, str], Any]  # (direction, variant)
@@ -60,8 +60,9 @@ def describe(shape: Sequence[int], strides: Sequence[Sequence[int]], axis: int) 
         else:
             sizes.append(shape[i])
             steps.append(step)
-    if not sizes:
-        sizes, steps = [1], [tuple(0 for _ in strides)]
+    if not sizes:  # one row, with the strides that more would have
+        before = axis - 1 if axis else len(shape) - 1
+        sizes, steps = [1], [tuple(s[before] if len(shape) > 1 else 0 for s in strides)]
     outer = tuple(tuple(step[t] for step in steps[:-1]) for t in range(len(strides)))
     return Problem(shape[axis], sizes[-1], tuple(s[axis] for s in strides), steps[-1], tuple(sizes[:-1]), outer)
 
@@ -85,7 +86,7 @@ def configuration(
             return _forward_configuration(block, itemsize, op)
         if op not in FORWARD and block >= 4096:
             return _backward_configuration(block, itemsize, op)
-    return _tile_configuration(n, itemsize, op, arch, inner)
+    return _tile_configuration(n, itemsize, op, arch)
 
 
 def _longest(itemsize: int, op: str) -> int:
@@ -93,7 +94,7 @@ def _longest(itemsize: int, op: str) -> int:
     return SHORT_ROW if itemsize == 2 and op in FORWARD else _INT32_ROW
 
 
-def _tile_configuration(n: int, itemsize: int, op: str, arch: int, inner: int) -> Configuration:
+def _tile_configuration(n: int, itemsize: int, op: str, arch: int) -> Configuration:
     """Whole rows in the registers of a block; long rows in passes."""
     native = arch >= 90
     vector = max(16 // itemsize, 1)
@@ -104,7 +105,7 @@ def _tile_configuration(n: int, itemsize: int, op: str, arch: int, inner: int) -
     more = itemsize == 2 and op in FORWARD and (op == "log_softmax" or n > 1024)
     group = min((128 if more else 64) // itemsize, block)
     threads = block // group
-    rows = max(min(max(64 // threads, 1), _power_of_two(inner)), 64 // block)
+    rows = max(64 // threads, 64 // block, 1)
     warps = min(max(rows * threads // 32, 1), 32)
     if threads > 1024:
         group = block // 1024
@@ -334,7 +335,8 @@ def specify(
         arch = _arch(like.device) if arch is None else arch
         aligned = _aligned(problem, vec, itemsize)
         config = configuration(problem.n, itemsize, op, arch, problem.contiguous, problem.inner, aligned)
-    kernel = kernels["forward" if op in FORWARD else "backward", config.variant]
+    free = ("inner",) if problem.contiguous and config.variant in ("tile", "loop") else ()
+    kernel = unspecialized(kernels["forward" if op in FORWARD else "backward", config.variant], free)
     tail = arguments(problem, config, int(op.startswith("log")), itemsize, vec)
     options = {"num_warps": config.warps, "enable_fp_fusion": False}
     if config.ctas > 1:
