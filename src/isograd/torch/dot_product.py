@@ -1,11 +1,11 @@
 """Attention in torch's spelling, and with all that `isograd.attention` takes."""
 
 import math
+import sys
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from isograd.attention import problem
 from isograd.attention.descriptors import DIM_STEP, LEAST_DIM, MOST_DIM
@@ -18,6 +18,12 @@ from isograd.torch.tensors import require_dense, require_tensor
 from isograd.typing import Alignment, Layout
 
 _WIDEST = 1 << 62  # wider windows see no more, and the operator's schema holds 64 bits
+
+
+def _is_causal_bias(mask: Any) -> bool:
+    # Its module loads torch._dynamo, for seconds: who has one has loaded it.
+    found = sys.modules.get("torch.nn.attention.bias")
+    return found is not None and isinstance(mask, found.CausalBias)
 
 
 def _padded(x: Tensor) -> Tensor:
@@ -83,7 +89,7 @@ def _scores_like(name: str, argument: str, tensor: Any) -> Tensor | None:
     if tensor is None:
         return None
     require_tensor(name, tensor, argument)
-    if isinstance(tensor, CausalBias):
+    if _is_causal_bias(tensor):
         raise UnsupportedError(f"{name}: {argument} is a CausalBias; accepted: plain tensors, causal and alignment")
     if tensor.dim() > 4:
         raise InvalidProblemError(
@@ -298,12 +304,12 @@ def scaled_dot_product_attention(
     lead = (*batch, *heads[0])
     bias = mask = None
     alignment = "upper_left"
-    if isinstance(attn_mask, CausalBias):  # its own storage holds nothing
+    if _is_causal_bias(attn_mask):  # its own storage holds nothing
         if is_causal:
             raise InvalidProblemError(
                 f"{_SDPA}: attn_mask is a CausalBias and is_causal is True; accepted: one of them"
             )
-        is_causal, lower_right = True, attn_mask.variant == CausalVariant.LOWER_RIGHT
+        is_causal, lower_right = True, attn_mask.variant.name == "LOWER_RIGHT"  # type: ignore[union-attr]
         alignment = "lower_right" if lower_right else alignment
     elif attn_mask is not None:
         require_tensor(_SDPA, attn_mask, "attn_mask")
