@@ -14,7 +14,7 @@ from torch import Tensor
 from isograd.errors import InvalidProblemError
 from isograd.plan import MOST_ELEMENTS, real_number
 from isograd.router.descriptors import checked_scoring
-from isograd.torch import ops_moe
+from isograd.torch import ops_moe, ops_router_losses
 from isograd.torch.indexing import enter
 from isograd.torch.ops_router import MOE_ROUTER
 from isograd.torch.tensors import checked_index, integer, require_dense
@@ -129,7 +129,7 @@ def load_balancing_loss(probabilities: Tensor, experts: Tensor, num_experts: int
             f"{name}: num_experts is {num_experts} for probabilities of shape {tuple(probabilities.shape)}"
         )
     experts = checked_index(name, experts, "experts")
-    return ops_moe.LOAD_BALANCING_LOSS(probabilities, experts)  # type: ignore[no-any-return]
+    return ops_router_losses.LOAD_BALANCING_LOSS(probabilities, experts)  # type: ignore[no-any-return]
 
 
 def router_z_loss(logits: Tensor) -> Tensor:
@@ -139,4 +139,4 @@ def router_z_loss(logits: Tensor) -> Tensor:
     """
     enter("router_z_loss")
     require_dense("router_z_loss", logits, "logits")
-    return ops_moe.ROUTER_Z_LOSS(logits)  # type: ignore[no-any-return]
+    return ops_router_losses.ROUTER_Z_LOSS(logits)  # type: ignore[no-any-return]
