@@ -131,7 +131,7 @@ def linear_cross_entropy(
     checked_reduction(name, reduction)
     class_weight = _constant(name, class_weight, "class_weight")
     plain_count, divisor = _count(name, count, hidden)
-    differentiated = any(t is not None and t.requires_grad for t in (hidden, weight, bias))
+    matrix = any(t is not None and t.requires_grad for t in (weight, bias))
     return LINEAR_CROSS_ENTROPY(  # type: ignore[no-any-return]
         hidden,
         weight,
@@ -145,8 +145,9 @@ def linear_cross_entropy(
         plain_count,
         None if chunk is None else integer(name, "chunk", chunk),
         checked_preference(name, preference),
-        torch.is_grad_enabled() and differentiated and reduction != "none",
+        torch.is_grad_enabled() and (matrix or hidden.requires_grad) and reduction != "none",
         divisor,
+        matrix,
     )[0]
 
 

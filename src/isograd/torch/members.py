@@ -46,6 +46,16 @@ def spread(dloss: Tensor, reduction: str, shape: Shape, divisor: Callable[[], Di
     return g.reshape(-1, *(1,) * (len(shape) - 1)).expand(shape)
 
 
+def target_totals(targets: Tensor, ignore_index: int, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The targets of every member that are not ignored or, given weights of classes, the sum of theirs in a dtype."""
+    targets = lines(targets).long()
+    kept = targets != ignore_index
+    if weight is None:
+        return kept.sum(1)
+    weights = weight.to(dtype)[torch.where(kept, targets, 0)]
+    return totals(torch.where(kept, weights, torch.zeros_like(weights)))
+
+
 def placed(index: Tensor, bound: int) -> Tensor:
     """Indices below a bound of every member as those of all members, whose places follow each other.
 

@@ -331,12 +331,7 @@ class _Members:
             return self.count  # type: ignore[no-any-return]
         if self.targets.dtype not in INDEX_DTYPES:
             return max(self.rows[0].numel(), 1)
-        kept = self.targets != self.ignore_index
-        if self.weight is None:
-            return members.lines(kept).sum(1)
-        places = torch.where(kept, self.targets.long(), 0)
-        weights = self.weight.to(work_dtype(self.logits.dtype))[places]
-        return members.totals(torch.where(kept, weights, torch.zeros_like(weights)))
+        return members.target_totals(self.targets, self.ignore_index, self.weight, work_dtype(self.logits.dtype))
 
 
 def _alone(size: int, in_dims: tuple[int | None, ...], weight: int, logits: Tensor) -> bool:
