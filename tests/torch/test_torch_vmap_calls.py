@@ -129,8 +129,8 @@ def mapped(name, size, places):
     return found, calls.count, expected
 
 
-# The arguments that make every member a problem of its own, where one kernel does not serve them all: weights of classes
-# that are not those of all rows, and the matrices of linear_cross_entropy, those that it returns with any argument.
+# The arguments that make every member a problem of its own, where one kernel does not serve them all: class weights are
+# those of all rows, and linear_cross_entropy has one matrix, which it returns the gradient of with any argument.
 ONE_BY_ONE = {
     "cross_entropy with weights": {2},
     "linear_cross_entropy": {1, 3},

@@ -108,8 +108,11 @@ def _moe_router(p: d.MoeRouterDescriptor, a: Arguments) -> None:
     logits, weights, experts = a["logits"], a["weights"], a["experts"]
     if weights.size == 0:
         return
-    bias = np.ascontiguousarray(a["bias"]) if p.bias else None
-    count, outer, strides = _rows(len(p.shape) - 1, logits, weights, experts)
+    bias = logits  # whose place nothing takes without one
+    if p.bias:
+        bias = a["bias"] if a["bias"].strides[-1] == weights.itemsize else np.ascontiguousarray(a["bias"])
+        bias = np.broadcast_to(bias, p.shape)
+    count, outer, strides = _rows(len(p.shape) - 1, logits, bias, weights, experts)
     n = p.shape[-1]
     with default_environment():
         scale = weights.dtype.type(p.scale)
@@ -123,7 +126,7 @@ def _moe_router(p: d.MoeRouterDescriptor, a: Arguments) -> None:
         n,
         p.k,
         *strides,
-        0 if bias is None else address(bias),
+        address(bias) if p.bias else 0,
         p.scoring == "softmax",
         p.renormalize,
         p.groups,

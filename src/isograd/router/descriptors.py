@@ -148,7 +148,8 @@ class MoeRouterDescriptor(Descriptor):
     shape: of the logits, (..., E). k: experts a token, at most those of group_k groups. dtype: of the logits. scoring:
     "softmax" or "sigmoid". renormalize: whether the weights are divided by their sum. bias: whether there is one, [E]
     in the work type. groups: a divisor of E. group_k: groups that a token may choose from. scale: a finite factor of
-    the weights. Weights are in the work type, experts int64.
+    the weights. bias_rows: whether every token has a bias of its own, (..., E). Weights are in the work type, experts
+    int64.
     """
 
     shape: tuple[int, ...]
@@ -160,6 +161,7 @@ class MoeRouterDescriptor(Descriptor):
     groups: int = 1
     group_k: int = 1
     scale: float = 1.0
+    bias_rows: bool = False
 
     @property
     def operation(self) -> str:
@@ -169,7 +171,7 @@ class MoeRouterDescriptor(Descriptor):
     def operands(self) -> tuple[Operand, ...]:
         """Logits and the bias if there is one, then weights and experts."""
         work, chosen = work_type(self.dtype), (*self.shape[:-1], self.k)
-        bias = (Operand("bias", self.shape[-1:], work),) if self.bias else ()
+        bias = (Operand("bias", self.shape if self.bias_rows else self.shape[-1:], work),) if self.bias else ()
         outputs = Operand("weights", chosen, work, True), Operand("experts", chosen, "int64", True)
         return (Operand("logits", self.shape, self.dtype), *bias, *outputs)
 
@@ -193,6 +195,7 @@ class MoeRouterDescriptor(Descriptor):
             groups=groups,
             group_k=group_k,
             scale=_checked_scale(name, self.scale, dtype),
+            bias_rows=checked_flag(name, "bias_rows", self.bias_rows),
         )
 
 

@@ -59,6 +59,10 @@ def moe_router(
     require_dense(name, logits, "logits")
     if bias is not None:
         require_dense(name, bias, "bias")
+        if bias.dim() != 1:
+            raise InvalidProblemError(
+                f"{name}: bias has shape {tuple(bias.shape)}; expected one number for each expert"
+            )
         bias = bias.detach()
     checked_scoring(name, scoring)
     factor = real_number(name, "scale", scale)
