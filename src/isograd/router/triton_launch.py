@@ -159,7 +159,7 @@ def moe_router(
     x, w, i = matrix(logits), Result(weights), Result(experts)
     n, k = x.shape[1], weights.shape[-1]
     rows = bias is not None and bias.dim() > 1
-    bias = matrix(bias) if rows else bias
+    bias = bias if bias is None or not rows else matrix(bias)
     if config is None:
         config = router_configuration(n, k, x.element_size(), softmax and bias is None and groups == 1)
     problem = _Router(

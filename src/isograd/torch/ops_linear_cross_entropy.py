@@ -298,7 +298,7 @@ class _Members:
 def _batch_linear(
     op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    defaults: tuple[Any, ...] = op.defaults  # type: ignore[attr-defined]
+    defaults: tuple[Any, ...] = op.defaults
     args = (*args, *defaults[len(args) :])
     in_dims = (*in_dims, *[None] * (len(args) - len(in_dims)))
     *options, gradient, divisor, matrix = args[5:]
