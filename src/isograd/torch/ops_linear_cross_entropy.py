@@ -284,7 +284,7 @@ class _Members:
     def divisor(self, given: Tensor | None) -> members.Divisor:
         """What the mean of every member divides by."""
         if given is not None or self.count is not None:
-            return self.count if given is None else given  # type: ignore[no-any-return]
+            return self.count if given is None else given
         work = work_dtype(self.hidden.dtype)
         return members.target_totals(self.targets, self.ignore_index, self.vectors[1], work)
 
@@ -298,7 +298,7 @@ class _Members:
 def _batch_linear(
     op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    defaults: tuple[Any, ...] = op.defaults
+    defaults: tuple[Any, ...] = op.defaults  # type: ignore[attr-defined]
     args = (*args, *defaults[len(args) :])
     in_dims = (*in_dims, *[None] * (len(args) - len(in_dims)))
     *options, gradient, divisor, matrix = args[5:]
