@@ -120,8 +120,9 @@ def linear_cross_entropy(
     kept in the operands' dtype, and multiplied by the one that arrives. In float16, where such gradients would leave
     the exponents before a scaled loss brings them back, only the operands are kept: the backward pass computes the
     logits again, a fourth product, from the gradient that arrives. hidden, weight and bias have gradients; there are no
-    second derivatives. Under vmap members that share weight and bias, and need no gradient of them, are one call. Under autocast the product has autocast's dtype and the loss float32, as with torch's linear and
-    cross_entropy. Bits and errors as for `isograd.linear_cross_entropy`.
+    second derivatives. Under vmap members that share weight and bias, and need no gradient of them, are one call. Under
+    autocast the product has autocast's dtype and the loss float32, as with torch's linear and cross_entropy. Bits and
+    errors as for `isograd.linear_cross_entropy`.
     """
     name = "linear_cross_entropy"
     enter(name)
