@@ -171,8 +171,6 @@ with default_environment():
     from isograd.router.descriptors import (
         ExpertCountsDescriptor,
         ExpertPermutationDescriptor,
-        LoadBalancingLossBackwardDescriptor,
-        LoadBalancingLossDescriptor,
         MoeCombineBackwardDescriptor,
         MoeCombineDescriptor,
         MoePermuteBackwardDescriptor,
@@ -181,9 +179,13 @@ with default_environment():
         MoeRouterDescriptor,
         RenormalizeBackwardDescriptor,
         RenormalizeDescriptor,
+        TopKDescriptor,
+    )
+    from isograd.router.loss_descriptors import (
+        LoadBalancingLossBackwardDescriptor,
+        LoadBalancingLossDescriptor,
         RouterZLossBackwardDescriptor,
         RouterZLossDescriptor,
-        TopKDescriptor,
     )
     from isograd.router.plans import (
         ExpertCountsPlan,

@@ -2,8 +2,8 @@
 
     python interpreted_router.py [--exhaustive] SUITE...
 
-A suite is an operation, separated, top_k_sorted, blocks or faults. Prints the number of cases of each and of those that
-differ. Not a test itself: the variable acts when triton is imported.
+A suite is an operation, separated, members, top_k_sorted, blocks or faults. Prints the number of cases of each and of
+those that differ. Not a test itself: the variable acts when triton is imported.
 """
 
 import sys
@@ -26,8 +26,10 @@ from isograd import IndexOutOfRangeError, check
 from isograd.arrays import numpy_dtype
 from isograd.cli.suites.common import Case
 from isograd.cli.suites.router import SUITES
+from isograd.router import loss_descriptors as d
 from isograd.router import triton_kernels
 from isograd.router.cuda import TritonRouter
+from isograd.router.descriptors import MoeRouterDescriptor
 
 FLAVOURS = problems.FLAVOURS
 INTEGER = {2: np.int16, 4: np.int32, 8: np.int64}
@@ -116,6 +118,38 @@ def separated() -> Iterator[tuple[str, bool]]:
         yield f"separated {dtype} {n} {k} {flavour} general {way}", right and expected_way in (None, way)
 
 
+def results(descriptor: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The results of the Triton kernels."""
+    outputs = {o.name: torch.full(o.shape, 7, dtype=getattr(torch, o.dtype)) for o in descriptor.operands() if o.output}
+    TritonRouter().compute(descriptor.validated(), {**inputs, **outputs}, None)
+    return list(outputs.values())
+
+
+def members() -> Iterator[tuple[str, bool]]:
+    """Several problems in one launch, and a bias for every token: the bits of each alone."""
+    rng = np.random.default_rng(0)
+    sizes = [(3, 5, 8), (2, 300, 70), (1, 4, 3)]
+    for dtype, shape, order in few(3, ("bfloat16", "float32", "float64"), sizes, ORDERS):
+        size, _, n = shape
+        work = torch.float64 if dtype == "float64" else torch.float32
+        x = order(torch.from_numpy(rng.standard_normal(shape)).to(getattr(torch, dtype)))
+        experts = torch.from_numpy(rng.integers(n, size=(*shape[:-1], 2)))
+        losses, biases = (torch.from_numpy(rng.standard_normal(s)).to(work) for s in ((size,), (size, 1, n)))
+        routed = (2, dtype, "sigmoid", False, True, 1, 1, 1.0)
+        for descriptor, fields, inputs in (
+            (d.RouterZLossDescriptor, (dtype,), {"logits": x}),
+            (d.RouterZLossBackwardDescriptor, (dtype,), {"dloss": losses, "logits": x}),
+            (d.LoadBalancingLossDescriptor, (2, dtype, "int64"), {"probabilities": x, "experts": experts}),
+            (d.LoadBalancingLossBackwardDescriptor, (2, dtype, "int64"), {"dloss": losses, "experts": experts}),
+            (MoeRouterDescriptor, routed, {"logits": x, "bias": biases.expand(shape)}),
+        ):
+            whole = results(descriptor(shape, *fields, True), inputs)
+            alone = [{name: t[i, 0] if name == "bias" else t[i] for name, t in inputs.items()} for i in range(size)]
+            parts = zip(*[results(descriptor(shape[1:], *fields), each) for each in alone], strict=True)
+            same = all(torch.equal(a, torch.stack(b)) for a, b in zip(whole, parts, strict=True))
+            yield f"members {descriptor.__name__} {dtype} {shape}", same
+
+
 def top_k_sorted() -> Iterator[tuple[str, bool]]:
     sizes = [((3, 1500), 9, -1), ((2, 200), 150, 1), ((1100, 2), 3, 0)]
     for dtype, (seed, (shape, k, axis)), flavour in few(
@@ -201,7 +235,7 @@ def faults() -> Iterator[tuple[str, bool]]:
     yield what, right and np.isnan(dw).sum() == 1 and np.isnan(dw[2, 0]) and (dx[2] == 7).all()
 
 
-SUITES_HERE: dict[str, Any] = {f.__name__: f for f in (separated, top_k_sorted, blocks, faults)}
+SUITES_HERE: dict[str, Any] = {f.__name__: f for f in (separated, members, top_k_sorted, blocks, faults)}
 
 
 if __name__ == "__main__":

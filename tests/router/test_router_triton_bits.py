@@ -9,7 +9,7 @@ from isograd.router.plans import OPERATIONS
 pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("triton", reason="needs triton")
 SCRIPT = Path(__file__).parent / "interpreted_router.py"
-SUITES = (*OPERATIONS, "separated", "top_k_sorted", "blocks", "faults")
+SUITES = (*OPERATIONS, "separated", "members", "top_k_sorted", "blocks", "faults")
 
 
 @pytest.mark.parametrize("exhaustive", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["few", "all"])

@@ -9,7 +9,7 @@ import torch
 
 import isograd as ig
 import isograd.torch as igt
-from isograd.torch import ops_moe, ops_router
+from isograd.torch import ops_moe, ops_router, ops_router_losses
 
 OPTIONS = [
     {},
@@ -199,10 +199,10 @@ def operators(dtype, seed=0):
         ops_moe.MOE_PERMUTE_BACKWARD: (rows, order, 2),
         ops_moe.MOE_COMBINE: (rows, weights, order),
         ops_moe.MOE_COMBINE_BACKWARD: (x, rows, weights, order),
-        ops_moe.LOAD_BALANCING_LOSS: (logits, experts),
-        ops_moe.LOAD_BALANCING_LOSS_BACKWARD: (dloss, experts, [6, 8], dtype),
-        ops_moe.ROUTER_Z_LOSS: (logits,),
-        ops_moe.ROUTER_Z_LOSS_BACKWARD: (dloss, logits),
+        ops_router_losses.LOAD_BALANCING_LOSS: (logits, experts),
+        ops_router_losses.LOAD_BALANCING_LOSS_BACKWARD: (dloss, experts, [6, 8], dtype),
+        ops_router_losses.ROUTER_Z_LOSS: (logits,),
+        ops_router_losses.ROUTER_Z_LOSS_BACKWARD: (dloss, logits),
     }
 
 

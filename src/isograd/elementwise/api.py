@@ -36,12 +36,15 @@ def _require_like(operation: str, dy: Any, argument: str, x: Any) -> None:
         )
 
 
-def scale(x: NDArray[Any], factor: float, out: NDArray[Any]) -> None:
-    """Write into `out`, in C order, the products of x and a number: it and they in the work type, then rounded."""
+def scale(x: NDArray[Any], factor: NDArray[Any], out: NDArray[Any]) -> None:
+    """Write into `out`, in C order, the products of x and a number, or one for each of equal parts of x.
+
+    Numbers and products are rounded to the work type, then products to the dtype.
+    """
     with default_environment(), np.errstate(all="ignore"):
-        number = np.float64(factor) if x.dtype == np.float64 else np.float32(factor)
+        factors = np.atleast_1d(factor).astype(work_dtype(x.dtype), order="C")
     x = np.ascontiguousarray(x)
-    arguments = (kernel_type(x.dtype), number, address(x), address(out))
+    arguments = (kernel_type(x.dtype), factors, x.size // max(factors.size, 1), address(x), address(out))
     parallel.for_ranges(numba_kernels.scale, x.size, _GRAIN, *arguments)
 
 

@@ -85,15 +85,20 @@ def _silu_slope(x):
 
 
 @kernel
-def scale(like, factor, x_address, y_address, start, stop):
+def scale(like, factors, length, x_address, y_address, start, stop):
+    """Products with the factor of each part of a length."""
     x, y = pointer(x_address, like), pointer(y_address, like)
     block = stack_block(work_zero(like))
-    for j in range(start, stop, BLOCK):
-        count = min(stop - j, BLOCK)
+    j = np.int64(start)
+    while j < stop:
+        part = j // length
+        count = min(min(stop, (part + 1) * length) - j, BLOCK)
+        factor = factors[part]
         load_block(x, j, 1, count, block)
         for i in range(count):
             store(block, i, load(block, i) * factor)
         store_block(y, j, 1, count, block)
+        j += count
 
 
 @kernel

@@ -19,6 +19,8 @@ from isograd.plan import (
     checked_shape,
 )
 
+ONE_PIECE = 1 << 22  # logits of which every kernel holds as many at once where it is not told how many rows
+
 
 @dataclass(frozen=True, slots=True)
 class LinearDescriptor(Descriptor):

@@ -15,7 +15,7 @@ import torch
 from isograd import faults
 from isograd.losses.cross_entropy_plans import CrossEntropyGradientDescriptor
 from isograd.losses.cross_entropy_reference import STATE
-from isograd.losses.linear_plans import LinearCrossEntropyGradientDescriptor, LinearDescriptor
+from isograd.losses.linear_plans import ONE_PIECE, LinearCrossEntropyGradientDescriptor, LinearDescriptor
 from isograd.losses.triton_cross_entropy_launch import (
     cross_entropy,
     cross_entropy_backward_in_part,
@@ -24,7 +24,6 @@ from isograd.losses.triton_cross_entropy_launch import (
 
 _ROWS = 256  # that keep a product busy which has as many columns as there are classes
 _TILES = 1 << 22  # elements of dhidden, of 128 by 256 each, that keep all processors of a large GPU busy
-_LOGITS = 1 << 22  # fewer are not worth a product of their own
 _ALIGNED = 8  # classes: products are slower where a row does not start at 16 bytes
 
 
@@ -47,7 +46,7 @@ def pieces(descriptor: LinearDescriptor) -> Pieces:
         chunk = descriptor.chunk
         slabs = max(-(-rows // chunk), 1)
     else:
-        slabs = -(-classes // max(features, _LOGITS // max(rows, 1)))
+        slabs = -(-classes // max(features, ONE_PIECE // max(rows, 1)))
         if slabs == 1:
             chunk = rows
         elif isinstance(descriptor, LinearCrossEntropyGradientDescriptor):

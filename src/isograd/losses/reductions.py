@@ -76,6 +76,14 @@ def converted(array: Any, work: str) -> Any:
     return array.to(getattr(sys.modules["torch"], work))
 
 
+def rounded(array: Any, work: str) -> Any:
+    """Real numbers of any dtype as `scalar` rounds them."""
+    if on_gpu(array):
+        return scalar(array, work, array)
+    with default_environment(), np.errstate(all="ignore"):
+        return plain(array).astype(np.float64).astype(work)
+
+
 def like(value: Any, work: str, array: Any) -> Any:
     """A result without dimensions as the kind of `array`, which is a tensor on the CPU at most where it is NumPy's."""
     if not arrays.is_tensor(array) or on_gpu(array):

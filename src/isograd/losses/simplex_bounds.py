@@ -27,11 +27,19 @@ def _rounded(y: Floats, dtype: str) -> Floats:
 
 
 def _gumbel_softmax(
-    dtype: str, logits: Floats, tau: float = 1.0, hard: bool = False, axis: int = -1, seed: int = 0, offset: int = 0
+    dtype: str,
+    logits: Floats,
+    tau: float = 1.0,
+    hard: bool = False,
+    axis: int = -1,
+    seed: int = 0,
+    offset: int = 0,
+    batched: bool = False,
 ) -> Floats:
     u, bits, _, _ = family._work(dtype)
     with np.errstate(all="ignore"):
-        z = gumbel.oracle_perturbed(logits, 1.0, seed, offset)
+        problems = logits if batched else logits[None]
+        z = np.stack([gumbel.oracle_perturbed(x, 1.0, seed, offset) for x in problems]).reshape(logits.shape)
         noise = np.abs(z - logits.astype(_WIDE))
         delta = np.where(np.isfinite(z), (3 * u * (1 + noise) + 4 * u * np.abs(z)) / _WIDE(tau), 0)
         z = z / _WIDE(tau)

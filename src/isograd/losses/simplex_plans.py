@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from isograd import parallel
+from isograd.errors import InvalidProblemError
 from isograd.fenv import default_environment
 from isograd.losses import simplex_bounds as bounds
 from isograd.losses.promises import (
@@ -74,18 +75,28 @@ class SparsemaxBackwardDescriptor(SparsemaxDescriptor):
         return "sparsemax_backward"
 
 
+def _c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of the elements' numbers, which count in C order."""
+    steps = [1]
+    for size in reversed(shape[1:]):
+        steps.append(steps[-1] * size)
+    return tuple(reversed(steps))
+
+
 @dataclass(frozen=True, slots=True)
 class GumbelSoftmaxDescriptor(SparsemaxDescriptor):
     """y = softmax((logits + noise) / tau) along an axis; fields as in SparsemaxDescriptor.
 
     tau: positive. hard: whether y is the one-hot of the first largest instead. seed, offset: element i in C order takes
-    number offset + i of the noise of seed; both from 0 to 2^64 - 1.
+    number offset + i of the noise of seed; both from 0 to 2^64 - 1. batched: whether i starts again at every place in
+    the first dimension.
     """
 
     tau: float = 1.0
     hard: bool = False
     seed: int = 0
     offset: int = 0
+    batched: bool = False
 
     inputs: ClassVar[tuple[str, ...]] = ("logits",)
 
@@ -99,7 +110,15 @@ class GumbelSoftmaxDescriptor(SparsemaxDescriptor):
         name, (shape, dtype, axis) = self.operation, self._plain()
         tau, hard = checked_scale(name, "tau", self.tau, dtype), checked_flag(name, "hard", self.hard)
         seed, offset = (checked_integer(name, key, getattr(self, key), 64) for key in ("seed", "offset"))
-        return type(self)(shape, dtype, axis, tau, hard, seed, offset)
+        if checked_flag(name, "batched", self.batched) and axis == 0:
+            raise InvalidProblemError(f"{name}: axis is 0; expected another than that of the batch")
+        return type(self)(shape, dtype, axis, tau, hard, seed, offset, self.batched)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The strides of the elements' numbers."""
+        strides = _c_strides(self.shape)
+        return (0, *strides[1:]) if self.batched else strides
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +170,6 @@ class GumbelSoftmaxBackwardPlan(Plan):
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
-def _c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of the elements' numbers, which count in C order."""
-    steps = [1]
-    for size in reversed(shape[1:]):
-        steps.append(steps[-1] * size)
-    return tuple(reversed(steps))
-
-
 class NumbaRows(NumbaKernel):
     """Rows of one axis on the CPU."""
 
@@ -190,7 +201,7 @@ class NumbaRows(NumbaKernel):
         if descriptor.operation == "gumbel_softmax":
             # The numbers of the elements walk along as an operand that has strides and no memory; the output is last
             # in the walk, so they come between.
-            strides.insert(1, _c_strides(descriptor.shape))
+            strides.insert(1, descriptor.numbers)
             before = (like, zero)
             scalars = (*scalars, descriptor.hard, np.uint64(descriptor.seed), np.uint64(descriptor.offset))
         module: Any = numba_gumbel if descriptor.operation.startswith("gumbel") else numba_sparsemax

@@ -294,7 +294,7 @@ def _gumbel_softmax(descriptor: Any, x: torch.Tensor, y: torch.Tensor, size: Til
     with default_environment():
         factor = words_of(of(1) / of(descriptor.tau), str(work).removeprefix("torch."))
     numbers = (*factor, *halves(descriptor.seed), *halves(descriptor.offset))
-    strides = (x.stride(), c_strides(shape), y.stride())
+    strides = (x.stride(), descriptor.numbers, y.stride())
     # A block makes several numbers where an access holds neighbours, from the start of a block on.
     each = 16 // work.itemsize
     blocks = descriptor.offset % each == 0

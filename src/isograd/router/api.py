@@ -18,7 +18,7 @@ from isograd import arrays, functional
 from isograd.errors import InvalidProblemError
 from isograd.plan import checked_shape
 from isograd.router import descriptors as d
-from isograd.router import plans
+from isograd.router import loss_descriptors, plans
 from isograd.router.results import CombineGradients, Permutation, Routing, TopK
 from isograd.typing import ArrayT, DataT, DType, RouterOptions, ScalarT, Scoring, SupportsDLPack
 
@@ -415,7 +415,7 @@ def load_balancing_loss(probabilities: Any, experts: Any, num_experts: int | Non
     if num_experts is not None and functional.integer(name, "num_experts", num_experts) != last:
         raise InvalidProblemError(f"{name}: num_experts is {num_experts}; probabilities have {last} columns")
     k = _last(name, "experts", experts)
-    descriptor = d.LoadBalancingLossDescriptor(tuple(probabilities.shape), k, dtype, index_dtype)
+    descriptor = loss_descriptors.LoadBalancingLossDescriptor(tuple(probabilities.shape), k, dtype, index_dtype)
     plan = functional.plan(plans.LoadBalancingLossPlan, descriptor, device)
     loss = functional.empty((), d.work_type(dtype), probabilities)
     return restore(functional.run(plan, probabilities=probabilities, experts=experts, loss=loss))
@@ -444,7 +444,7 @@ def load_balancing_loss_backward(dloss: Any, experts: Any, shape: tuple[int, ...
     dtype = work if dtype is None else dtype
     sizes = checked_shape(name, "shape", shape)
     k = _last(name, "experts", experts)
-    descriptor = d.LoadBalancingLossBackwardDescriptor(sizes, k, dtype, index_dtype)
+    descriptor = loss_descriptors.LoadBalancingLossBackwardDescriptor(sizes, k, dtype, index_dtype)
     plan = functional.plan(plans.LoadBalancingLossBackwardPlan, descriptor, device)
     dprobabilities = functional.empty(sizes, dtype, dloss)
     return restore(functional.run(plan, dloss=dloss, experts=experts, dprobabilities=dprobabilities))
@@ -467,7 +467,8 @@ def router_z_loss(logits: Any) -> Any:
         return tape.router_z_loss(logits)
     (logits,), restore = functional.inputs("router_z_loss", logits=logits)
     device, dtype = arrays.describe(logits, "router_z_loss", "logits")
-    plan = functional.plan(plans.RouterZLossPlan, d.RouterZLossDescriptor(tuple(logits.shape), dtype), device)
+    descriptor = loss_descriptors.RouterZLossDescriptor(tuple(logits.shape), dtype)
+    plan = functional.plan(plans.RouterZLossPlan, descriptor, device)
     return restore(functional.run(plan, logits=logits, loss=functional.empty((), d.work_type(dtype), logits)))
 
 
@@ -484,7 +485,7 @@ def router_z_loss_backward(dloss: Any, logits: Any) -> Any:
     """
     (dloss, logits), restore = functional.inputs("router_z_loss_backward", dloss=dloss, logits=logits)
     device, dtype = arrays.describe(logits, "router_z_loss_backward", "logits")
-    descriptor = d.RouterZLossBackwardDescriptor(tuple(logits.shape), dtype)
+    descriptor = loss_descriptors.RouterZLossBackwardDescriptor(tuple(logits.shape), dtype)
     plan = functional.plan(plans.RouterZLossBackwardPlan, descriptor, device)
     dlogits = functional.empty(tuple(logits.shape), dtype, logits)
     return restore(functional.run(plan, dloss=dloss, logits=logits, dlogits=dlogits))

@@ -286,12 +286,21 @@ _EVALUATE: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
-def error_bound(operation: str, dtype: str) -> ErrorBound:
+def _of_members(evaluate: Callable[..., Any], dtype: str, inputs: dict[str, Any]) -> Floats:
+    """The bounds of a batch's problems, which the arrays' first dimension counts."""
+    if "shape" in inputs:
+        inputs = inputs | {"shape": inputs["shape"][1:]}
+    arrays = {name: value for name, value in inputs.items() if isinstance(value, np.ndarray)}
+    size = len(next(iter(arrays.values())))
+    return np.stack([evaluate(dtype, **inputs | {n: v[i] for n, v in arrays.items()}) for i in range(size)])
+
+
+def error_bound(operation: str, dtype: str, batched: bool = False) -> ErrorBound:
     """The bound of an operation: one array a result, None for integers; call it with the inputs and the options."""
     formula, evaluate = _EVALUATE[operation]
 
     def quiet(**inputs: Any) -> Any:
         with np.errstate(all="ignore"):
-            return evaluate(dtype, **inputs)
+            return _of_members(evaluate, dtype, inputs) if batched else evaluate(dtype, **inputs)
 
     return ErrorBound(formula, functools.wraps(evaluate)(quiet))

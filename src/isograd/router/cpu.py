@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ from isograd.layout import plan_walk
 from isograd.numerics.index_flag import IndexFlag
 from isograd.numerics.storage import address, kernel_type
 from isograd.router import descriptors as d
+from isograd.router import loss_descriptors
 
 Array = NDArray[Any]
 Arguments = Mapping[str, Any]
@@ -106,8 +108,11 @@ def _moe_router(p: d.MoeRouterDescriptor, a: Arguments) -> None:
     logits, weights, experts = a["logits"], a["weights"], a["experts"]
     if weights.size == 0:
         return
-    bias = np.ascontiguousarray(a["bias"]) if p.bias else None
-    count, outer, strides = _rows(len(p.shape) - 1, logits, weights, experts)
+    bias = logits  # whose place nothing takes without one
+    if p.bias:
+        bias = a["bias"] if a["bias"].strides[-1] == weights.itemsize else np.ascontiguousarray(a["bias"])
+        bias = np.broadcast_to(bias, p.shape)
+    count, outer, strides = _rows(len(p.shape) - 1, logits, bias, weights, experts)
     n = p.shape[-1]
     with default_environment():
         scale = weights.dtype.type(p.scale)
@@ -121,7 +126,7 @@ def _moe_router(p: d.MoeRouterDescriptor, a: Arguments) -> None:
         n,
         p.k,
         *strides,
-        0 if bias is None else address(bias),
+        address(bias) if p.bias else 0,
         p.scoring == "softmax",
         p.renormalize,
         p.groups,
@@ -259,10 +264,24 @@ def _moe_combine_backward(p: d.MoeCombineBackwardDescriptor, a: Arguments) -> No
 _LEAST_TOKENS = 256  # rows of a block that sums columns
 
 
-def _shares(operation: str, experts: Array, num_experts: int, of: Any) -> Array:
-    counts = _counted(operation, experts, num_experts)[1].sum(axis=0)
+def _lines(x: Array, p: Any) -> Array:
+    """A contiguous array as (problems, tokens, what a token has)."""
+    tokens = math.prod(p.shape[int(p.batched) : -1])
+    return np.ascontiguousarray(x).reshape(p.shape[0] if p.batched else 1, tokens, x.shape[-1])
+
+
+def _shares(p: loss_descriptors.LoadBalancingLossDescriptor, experts: Array, of: Any) -> Array:
+    """The share of each problem's entries that every expert has."""
+    entries, n = _lines(experts, p), p.shape[-1]
+    size = len(entries)
+    if size > 1:  # with experts of its own for each
+        _require_experts(p.operation, experts, n)
+        entries = entries.astype(np.int64) + n * np.arange(size).reshape(-1, 1, 1)
+        counts = _counted(p.operation, entries, size * n)[1].sum(axis=0).reshape(size, n)
+    else:
+        counts = _counted(p.operation, experts, n)[1].sum(axis=0).reshape(1, n)
     with default_environment(), np.errstate(all="ignore"):
-        shares: Array = counts.astype(of) / of(experts.size)
+        shares: Array = counts.astype(of) / of(entries[:1].size)
     return shares
 
 
@@ -285,55 +304,61 @@ def _column_means(x: Array) -> Array:
     return means
 
 
-def _sum(terms: Array, divisor: Any) -> Any:
-    """The order-free sum of a vector of the work type, divided."""
+def _sums(terms: Array, divisor: Any) -> Array:
+    """The order-free sums of the rows of a contiguous 2-D array of the work type, divided."""
     from isograd.reduction import numba_kernels
 
-    total = np.empty(1, terms.dtype)
-    arguments = (kernel_type(terms.dtype), address(terms), address(total), terms.size, terms.dtype.type(divisor))
-    parallel.for_ranges(numba_kernels.sum_rows, 1, 1, *arguments)
-    return total[0]
+    totals = np.empty(len(terms), terms.dtype)
+    n = terms.shape[1]
+    arguments = (kernel_type(terms.dtype), address(terms), address(totals), n, terms.dtype.type(divisor))
+    parallel.for_ranges(numba_kernels.sum_rows, len(terms), parallel.grain(len(terms), n), *arguments)
+    return totals
 
 
-def _load_balancing_loss(p: d.LoadBalancingLossDescriptor, a: Arguments) -> None:
-    x, loss = np.ascontiguousarray(a["probabilities"]).reshape(-1, p.shape[-1]), a["loss"]
-    shares = _shares(p.operation, a["experts"], p.shape[-1], loss.dtype.type)
-    means = _column_means(x)
+def _load_balancing_loss(p: loss_descriptors.LoadBalancingLossDescriptor, a: Arguments) -> None:
+    x, of = _lines(a["probabilities"], p), a["loss"].dtype.type
+    shares = _shares(p, a["experts"], of)
+    size, tokens, n = x.shape
+    # The columns of all problems side by side.
+    means = _column_means(np.ascontiguousarray(x.swapaxes(0, 1)).reshape(tokens, size * n)).reshape(size, n)
     with default_environment(), np.errstate(all="ignore"):
         terms = shares * means
-    total = _sum(terms, 1)
+    totals = _sums(terms, 1)
     with default_environment(), np.errstate(all="ignore"):
-        result = loss.dtype.type(p.shape[-1]) * total
-    loss[...] = result if result == result else np.nan
+        losses = of(n) * totals
+    a["loss"][...] = np.where(np.isnan(losses), of(np.nan), losses).reshape(a["loss"].shape)
 
 
-def _load_balancing_loss_backward(p: d.LoadBalancingLossBackwardDescriptor, a: Arguments) -> None:
-    of = a["dloss"].dtype.type
-    shares = _shares(p.operation, a["experts"], p.shape[-1], of)
-    tokens = a["dprobabilities"].size // p.shape[-1]
-    with default_environment(), np.errstate(all="ignore"):
-        row = ((a["dloss"] * of(p.shape[-1])) * shares) / of(tokens)
+def _load_balancing_loss_backward(p: loss_descriptors.LoadBalancingLossBackwardDescriptor, a: Arguments) -> None:
+    of, n = a["dloss"].dtype.type, p.shape[-1]
+    shares = _shares(p, a["experts"], of)
     y = _Output(a["dprobabilities"])
-    arguments = (kernel_type(y.filled.dtype), address(row), address(y.filled), p.shape[-1])
-    parallel.for_ranges(_kernels()[2].fill_rows, tokens, parallel.grain(tokens, p.shape[-1]), *arguments)
+    _, tokens, _ = _lines(y.filled, p).shape
+    with default_environment(), np.errstate(all="ignore"):
+        rows = ((a["dloss"].reshape(-1, 1) * of(n)) * shares) / of(tokens)
+    count = len(shares) * tokens
+    arguments = (kernel_type(y.filled.dtype), address(rows), rows[:1].nbytes, address(y.filled), n, tokens)
+    parallel.for_ranges(_kernels()[2].fill_rows, count, parallel.grain(count, n), *arguments)
     y.done()
 
 
-def _router_z_loss(p: d.RouterZLossDescriptor, a: Arguments) -> None:
-    x = np.ascontiguousarray(a["logits"]).reshape(-1, p.shape[-1])
-    squares = np.empty(len(x), a["loss"].dtype)
-    arguments = (kernel_type(x.dtype), address(x), address(squares), p.shape[-1])
+def _router_z_loss(p: loss_descriptors.RouterZLossDescriptor, a: Arguments) -> None:
+    x = _lines(a["logits"], p)
+    size, tokens, n = x.shape
+    squares = np.empty((size, tokens), a["loss"].dtype)
+    arguments = (kernel_type(x.dtype), address(x), address(squares), n)
     function = _kernels()[2].square_logsumexp_rows
-    parallel.for_ranges(function, len(x), parallel.grain(len(x), 8 * p.shape[-1]), *arguments)
-    a["loss"][...] = _sum(squares, len(x))
+    parallel.for_ranges(function, squares.size, parallel.grain(squares.size, 8 * n), *arguments)
+    a["loss"][...] = _sums(squares, tokens).reshape(a["loss"].shape)
 
 
-def _router_z_loss_backward(p: d.RouterZLossBackwardDescriptor, a: Arguments) -> None:
-    x, y = np.ascontiguousarray(a["logits"]).reshape(-1, p.shape[-1]), _Output(a["dlogits"])
-    dloss = a["dloss"][()]
-    arguments = (kernel_type(x.dtype), address(x), address(y.filled), p.shape[-1], dloss, dloss.dtype.type(len(x)))
+def _router_z_loss_backward(p: loss_descriptors.RouterZLossBackwardDescriptor, a: Arguments) -> None:
+    x, y = _lines(a["logits"], p), _Output(a["dlogits"])
+    size, tokens, n = x.shape
+    dloss = np.ascontiguousarray(a["dloss"]).reshape(-1)
+    arguments = (kernel_type(x.dtype), address(x), address(y.filled), n, dloss, tokens, dloss.dtype.type(tokens))
     function = _kernels()[2].z_loss_backward_rows
-    parallel.for_ranges(function, len(x), parallel.grain(len(x), 8 * p.shape[-1]), *arguments)
+    parallel.for_ranges(function, size * tokens, parallel.grain(size * tokens, 8 * n), *arguments)
     y.done()
 
 

@@ -77,13 +77,13 @@ class TritonRouter(TritonKernel):
             case "moe_combine_backward":
                 launch.moe_combine_backward(*(a[operand.name] for operand in d.operands()))
             case "load_balancing_loss":
-                losses.load_balancing_loss(a["probabilities"], a["experts"], a["loss"])
+                losses.load_balancing_loss(a["probabilities"], a["experts"], a["loss"], d.batched)
             case "load_balancing_loss_backward":
-                losses.load_balancing_loss_backward(a["dloss"], a["experts"], a["dprobabilities"])
+                losses.load_balancing_loss_backward(a["dloss"], a["experts"], a["dprobabilities"], d.batched)
             case "router_z_loss":
-                losses.router_z_loss(a["logits"], a["loss"])
+                losses.router_z_loss(a["logits"], a["loss"], d.batched)
             case "router_z_loss_backward":
-                losses.router_z_loss_backward(a["dloss"], a["logits"], a["dlogits"])
+                losses.router_z_loss_backward(a["dloss"], a["logits"], a["dlogits"], d.batched)
 
 
 for _operation in OPERATIONS:

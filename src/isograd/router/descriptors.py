@@ -50,11 +50,12 @@ def _checked_scale(operation: str, scale: Any, dtype: str = "float64") -> float:
 def checked_options(operation: str, scoring: Any, renormalize: Any, scale: Any) -> None:
     """Raise for options of the router that are of a wrong type, before they become the key of a cache."""
     checked_scoring(operation, scoring)
-    _checked_flag(operation, "renormalize", renormalize)
+    checked_flag(operation, "renormalize", renormalize)
     _checked_scale(operation, scale)
 
 
-def _checked_flag(operation: str, argument: str, value: Any) -> bool:
+def checked_flag(operation: str, argument: str, value: Any) -> bool:
+    """True or False; InvalidProblemError for anything else."""
     if not isinstance(value, bool):
         raise InvalidProblemError(f"{operation}: {argument} is {value!r}; expected True or False")
     return value
@@ -147,7 +148,8 @@ class MoeRouterDescriptor(Descriptor):
     shape: of the logits, (..., E). k: experts a token, at most those of group_k groups. dtype: of the logits. scoring:
     "softmax" or "sigmoid". renormalize: whether the weights are divided by their sum. bias: whether there is one, [E]
     in the work type. groups: a divisor of E. group_k: groups that a token may choose from. scale: a finite factor of
-    the weights. Weights are in the work type, experts int64.
+    the weights. bias_rows: whether every token has a bias of its own, (..., E). Weights are in the work type, experts
+    int64.
     """
 
     shape: tuple[int, ...]
@@ -159,6 +161,7 @@ class MoeRouterDescriptor(Descriptor):
     groups: int = 1
     group_k: int = 1
     scale: float = 1.0
+    bias_rows: bool = False
 
     @property
     def operation(self) -> str:
@@ -168,7 +171,7 @@ class MoeRouterDescriptor(Descriptor):
     def operands(self) -> tuple[Operand, ...]:
         """Logits and the bias if there is one, then weights and experts."""
         work, chosen = work_type(self.dtype), (*self.shape[:-1], self.k)
-        bias = (Operand("bias", self.shape[-1:], work),) if self.bias else ()
+        bias = (Operand("bias", self.shape if self.bias_rows else self.shape[-1:], work),) if self.bias else ()
         outputs = Operand("weights", chosen, work, True), Operand("experts", chosen, "int64", True)
         return (Operand("logits", self.shape, self.dtype), *bias, *outputs)
 
@@ -187,11 +190,12 @@ class MoeRouterDescriptor(Descriptor):
             k=checked_integer(name, "k", self.k, 1, shape[-1] // groups * group_k),
             dtype=dtype,
             scoring=checked_scoring(name, self.scoring),
-            renormalize=_checked_flag(name, "renormalize", self.renormalize),
-            bias=_checked_flag(name, "bias", self.bias),
+            renormalize=checked_flag(name, "renormalize", self.renormalize),
+            bias=checked_flag(name, "bias", self.bias),
             groups=groups,
             group_k=group_k,
             scale=_checked_scale(name, self.scale, dtype),
+            bias_rows=checked_flag(name, "bias_rows", self.bias_rows),
         )
 
 
@@ -243,7 +247,7 @@ class MoeRouterBackwardDescriptor(Descriptor):
             k=checked_integer(name, "k", self.k, 1, shape[-1]),
             dtype=dtype,
             scoring=checked_scoring(name, self.scoring),
-            renormalize=_checked_flag(name, "renormalize", self.renormalize),
+            renormalize=checked_flag(name, "renormalize", self.renormalize),
             scale=_checked_scale(name, self.scale, dtype),
             index_dtype=checked_dtype(name, self.index_dtype, INDEX_DTYPES, "index_dtype"),
         )
@@ -395,101 +399,3 @@ class MoeCombineBackwardDescriptor(MoePermuteDescriptor):
         dweights = Operand("dweights", (self.tokens, self.k), work_type(self.dtype), True)
         inputs = Operand("dy", self.token_rows, self.dtype), Operand("expert_out", self.entry_rows, self.dtype)
         return (*inputs, self.weights, self.order, d_expert_out, dweights)
-
-
-# --- auxiliary losses ------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class LoadBalancingLossDescriptor(Descriptor):
-    """loss = E Σ_e f_e P_e, a scalar in the work type.
-
-    shape: of the probabilities, (..., E). k: entries a token. dtype: of the probabilities. index_dtype: of the experts
-    (..., k).
-    """
-
-    shape: tuple[int, ...]
-    k: int
-    dtype: str
-    index_dtype: str = "int64"
-
-    @property
-    def operation(self) -> str:
-        """`load_balancing_loss`."""
-        return "load_balancing_loss"
-
-    @property
-    def experts(self) -> Operand:
-        """The chosen experts."""
-        return Operand("experts", (*self.shape[:-1], self.k), self.index_dtype)
-
-    def operands(self) -> tuple[Operand, ...]:
-        """Probabilities and experts, then the loss."""
-        loss = Operand("loss", (), work_type(self.dtype), True)
-        return Operand("probabilities", self.shape, self.dtype), self.experts, loss
-
-    def validated(self) -> Self:
-        """Return the descriptor with plain ints, or raise what is wrong with it."""
-        name = self.operation
-        dtype = checked_dtype(name, self.dtype)
-        shape = checked_shape(name, "shape", self.shape)
-        index_dtype = checked_dtype(name, self.index_dtype, INDEX_DTYPES, "index_dtype")
-        checked_integer(name, "the last size", shape[-1], 1)
-        return type(self)(shape, checked_integer(name, "k", self.k, 1), dtype, index_dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadBalancingLossBackwardDescriptor(LoadBalancingLossDescriptor):
-    """dprobabilities from the loss's gradient and the experts; fields as in LoadBalancingLossDescriptor."""
-
-    @property
-    def operation(self) -> str:
-        """`load_balancing_loss_backward`."""
-        return "load_balancing_loss_backward"
-
-    def operands(self) -> tuple[Operand, ...]:
-        """Dloss and experts, then dprobabilities."""
-        dloss = Operand("dloss", (), work_type(self.dtype))
-        return dloss, self.experts, Operand("dprobabilities", self.shape, self.dtype, True)
-
-
-@dataclass(frozen=True, slots=True)
-class RouterZLossDescriptor(Descriptor):
-    """loss = the mean over tokens of the squared logsumexp, a scalar in the work type.
-
-    shape: of the logits, (..., E). dtype: of the logits.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def operation(self) -> str:
-        """`router_z_loss`."""
-        return "router_z_loss"
-
-    def operands(self) -> tuple[Operand, ...]:
-        """Logits, then the loss."""
-        return Operand("logits", self.shape, self.dtype), Operand("loss", (), work_type(self.dtype), True)
-
-    def validated(self) -> Self:
-        """Return the descriptor with plain ints, or raise what is wrong with it."""
-        name = self.operation
-        dtype = checked_dtype(name, self.dtype)
-        shape = checked_shape(name, "logits", self.shape)
-        checked_integer(name, "the last size", shape[-1], 1)
-        return type(self)(shape, dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class RouterZLossBackwardDescriptor(RouterZLossDescriptor):
-    """dlogits from the loss's gradient and the logits; fields as in RouterZLossDescriptor."""
-
-    @property
-    def operation(self) -> str:
-        """`router_z_loss_backward`."""
-        return "router_z_loss_backward"
-
-    def operands(self) -> tuple[Operand, ...]:
-        """Dloss and logits, then dlogits, which may be the logits."""
-        dloss = Operand("dloss", (), work_type(self.dtype))
-        dlogits = Operand("dlogits", self.shape, self.dtype, True, ("logits",))
-        return dloss, Operand("logits", self.shape, self.dtype), dlogits

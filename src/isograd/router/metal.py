@@ -17,11 +17,13 @@ _MOST_GROUPS = 1024  # of experts
 
 
 def too_large(descriptor: Any) -> str | None:
-    """Say what does not fit into threadgroup memory."""
+    """Say what does not fit into threadgroup memory, or has no kernel."""
     if descriptor.shape[-1] > _MOST_EXPERTS:
         return f"more than {_MOST_EXPERTS} experts"
     if getattr(descriptor, "groups", 1) > _MOST_GROUPS:
         return f"more than {_MOST_GROUPS} groups of experts"
+    if getattr(descriptor, "bias_rows", False):
+        return "a bias for every token"
     return None
 
 

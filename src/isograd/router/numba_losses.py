@@ -96,10 +96,11 @@ def column_means(zero, keys, hi, lo, special, divisor, means):
 
 
 @kernel
-def fill_rows(like, row_address, y_address, n, start, stop):
-    """Every row of y is the one at row_address, of the work type."""
-    y, row = pointer(y_address, like), pointer(row_address, work_zero(like))
+def fill_rows(like, row_address, row_bytes, y_address, n, tokens, start, stop):
+    """Every row of y is that of its problem at row_address, of the work type; a problem has a number of tokens."""
+    y, zero = pointer(y_address, like), work_zero(like)
     for t in range(start, stop):
+        row = pointer(row_address + (np.int64(t) // tokens) * row_bytes, zero)
         store_block(y, np.int64(t) * n, 1, n, row)
 
 
@@ -118,8 +119,8 @@ def square_logsumexp_rows(like, x_address, z_address, n, start, stop):
 
 
 @kernel
-def z_loss_backward_rows(like, x_address, y_address, n, dloss, tokens, start, stop):
-    """y[t] = 2 lse dloss / tokens times the softmax of row t."""
+def z_loss_backward_rows(like, x_address, y_address, n, dloss, tokens, divisor, start, stop):
+    """y[t] = 2 lse dloss / divisor times the softmax of row t; a problem has a number of tokens and a dloss."""
     x, y = pointer(x_address, like), pointer(y_address, like)
     zero = work_zero(like)
     array = empty_work(n, zero)
@@ -127,7 +128,7 @@ def z_loss_backward_rows(like, x_address, y_address, n, dloss, tokens, start, st
     for t in range(start, stop):
         load_block(x, np.int64(t) * n, 1, n, kept)
         lse = softmax_and_logsumexp(kept, n, zero)
-        factor = ((lse + lse) * dloss) / tokens
+        factor = ((lse + lse) * dloss[np.int64(t) // tokens]) / divisor
         for e in range(n):
             store(kept, np.int64(e), factor * load(kept, np.int64(e)))
         store_block(y, np.int64(t) * n, 1, n, kept)

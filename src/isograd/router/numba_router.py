@@ -147,8 +147,8 @@ def _mask_groups(c, keys, n, groups, group_k, group_keys, top, where, spare, cou
 
 @kernel
 def router_rows(
-    like, x_address, w_address, i_address, shape, x_strides, w_strides, i_strides, n, k, x_stride, w_stride, i_stride,
-    bias_address, softmax, renormalize, groups, group_k, scale, start, stop,
+    like, x_address, w_address, i_address, shape, x_strides, b_strides, w_strides, i_strides, n, k, x_stride, b_stride,
+    w_stride, i_stride, bias_address, softmax, renormalize, groups, group_k, scale, start, stop,
 ):  # fmt: skip
     zero = work_zero(like)
     key_zero = lowest_key(zero)
@@ -170,8 +170,9 @@ def router_rows(
         _scores(s, n, softmax, zero)
         chosen_by = s
         if bias_address != 0:
+            bo = row_offset(row, shape, b_strides)
             for j in range(n):
-                store(c, j, load(s, j) + load(bias, j))
+                store(c, j, load(s, j) + load(bias, bo + j))
             chosen_by = c
         store_keys(chosen_by, n, keys)
         if groups > 1:

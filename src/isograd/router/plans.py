@@ -7,7 +7,7 @@ from typing import Any
 
 from isograd.plan import DTYPES, INDEX_DTYPES, Kernel, KernelSku, Plan, PrecisionGuarantee
 from isograd.registry import register_kernel
-from isograd.router import bounds, cpu
+from isograd.router import bounds, cpu, loss_descriptors
 from isograd.router import descriptors as d
 
 
@@ -95,28 +95,28 @@ class MoeCombineBackwardPlan(Plan):
 class LoadBalancingLossPlan(Plan):
     """A kernel for load_balancing_loss: `plan.run(probabilities=p, experts=e, loss=loss)`."""
 
-    descriptor_type = d.LoadBalancingLossDescriptor
+    descriptor_type = loss_descriptors.LoadBalancingLossDescriptor
     __slots__ = ()
 
 
 class LoadBalancingLossBackwardPlan(Plan):
     """A kernel for its gradient: `plan.run(dloss=g, experts=e, dprobabilities=dp)`."""
 
-    descriptor_type = d.LoadBalancingLossBackwardDescriptor
+    descriptor_type = loss_descriptors.LoadBalancingLossBackwardDescriptor
     __slots__ = ()
 
 
 class RouterZLossPlan(Plan):
     """A kernel for router_z_loss: `plan.run(logits=x, loss=loss)`."""
 
-    descriptor_type = d.RouterZLossDescriptor
+    descriptor_type = loss_descriptors.RouterZLossDescriptor
     __slots__ = ()
 
 
 class RouterZLossBackwardPlan(Plan):
     """A kernel for its gradient: `plan.run(dloss=g, logits=x, dlogits=dx)`; dlogits may be the logits."""
 
-    descriptor_type = d.RouterZLossBackwardDescriptor
+    descriptor_type = loss_descriptors.RouterZLossBackwardDescriptor
     __slots__ = ()
 
 
@@ -131,7 +131,7 @@ def family_guarantee(descriptor: Any) -> PrecisionGuarantee:
         batch_invariant=True,
         order_invariant=True,
         bit_stable_across_hardware=True,
-        error_bound=bounds.error_bound(descriptor.operation, descriptor.dtype),
+        error_bound=bounds.error_bound(descriptor.operation, descriptor.dtype, getattr(descriptor, "batched", False)),
     )
 
 

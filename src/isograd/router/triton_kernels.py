@@ -54,22 +54,29 @@ def _choose(
     x,
     column,
     bias_ptr,
+    row,
+    tokens,
     n,
     k,
     groups,
     group_k,
+    bias_row,
     bias_stride,
     K: tl.constexpr,
     GROUPS: tl.constexpr,
     SOFTMAX: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    BIAS_ROWS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """[K, rows] scores of the chosen experts and their indices, the general way."""
     s = pieces.scores(x, SOFTMAX, NATIVE)
     c = s
     if HAS_BIAS:
-        c = s + tl.load(bias_ptr + column.to(tl.int64) * bias_stride, mask=column < n, other=0.0)
+        at, mask = column.to(tl.int64) * bias_stride, column < n
+        if BIAS_ROWS:
+            at, mask = at + pieces.broad(row * bias_row), mask & (row < tokens)[None, :, None, None]
+        c = s + tl.load(bias_ptr + at, mask=mask, other=0.0)
     key = pieces.selection_key(c)
     key = tl.where(column < n, key, pieces.lowest_like(key))
     if GROUPS > 1:
@@ -91,6 +98,7 @@ def router_tile(
     group_k,
     x_row,
     x_column,
+    bias_row,
     bias_stride,
     w_row,
     w_column,
@@ -100,6 +108,7 @@ def router_tile(
     GROUPS: tl.constexpr,
     SOFTMAX: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    BIAS_ROWS: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     SCALED: tl.constexpr,
     SCALE: tl.constexpr,
@@ -114,7 +123,8 @@ def router_tile(
     column = pieces.columns(BLOCK, GROUP, V)
     x = _load_tile(x_ptr, row, column, tokens, n, x_row, x_column, float("-inf"), NATIVE)
     w, where = _choose(
-        x, column, bias_ptr, n, k, groups, group_k, bias_stride, K, GROUPS, SOFTMAX, HAS_BIAS, NATIVE
+        x, column, bias_ptr, row, tokens, n, k, groups, group_k, bias_row, bias_stride, K, GROUPS, SOFTMAX, HAS_BIAS,
+        BIAS_ROWS, NATIVE,
     )  # fmt: skip
     w = _finished(w, k, RENORMALIZE, SCALED, SCALE)
     _store_chosen(w_ptr, i_ptr, w, where, row, tokens, k, w_row, w_column, i_row, i_column)
@@ -177,7 +187,7 @@ def router_separated(
             y = _finished(w, K, RENORMALIZE, SCALED, SCALE)
             _store_chosen(w_ptr, i_ptr, y, where, row, tokens, K, w_row, w_column, i_row, i_column)
         else:
-            s, at = _choose(x, column, x_ptr, n, K, 1, 1, 0, LANES, 1, True, False, NATIVE)
+            s, at = _choose(x, column, x_ptr, row, tokens, n, K, 1, 1, 0, 0, LANES, 1, True, False, False, NATIVE)
             s = _finished(s, K, RENORMALIZE, SCALED, SCALE)
             _store_chosen(w_ptr, i_ptr, s, at, row, tokens, K, w_row, w_column, i_row, i_column)
 

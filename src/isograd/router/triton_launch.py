@@ -110,10 +110,11 @@ class _Router(NamedTuple):
     groups: int
     group_k: int
     strides: tuple[int, ...]  # of logits, weights and experts
-    bias_stride: int
+    bias_strides: tuple[int, int]
     dtype: torch.dtype
     softmax: bool
     has_bias: bool
+    bias_rows: bool
     renormalize: bool
     scale: tuple[bool, float]
     native: bool
@@ -134,8 +135,8 @@ def _router(p: _Router) -> Launcher:
         low = t.block.bit_length() - 1
         tail = (p.tokens, p.n, *p.strides, p.k, power_of_two(p.k), low, _exact(p.dtype, low), *fixed)
         return Launcher(triton_kernels.router_separated, Specification(tail, programs, t.warps))
-    sizes = (p.tokens, p.n, p.k, p.groups, p.group_k, *p.strides[:2], p.bias_stride, *p.strides[2:])
-    flags = (power_of_two(p.k), power_of_two(p.groups) if p.groups > 1 else 1, p.softmax, p.has_bias)
+    sizes = (p.tokens, p.n, p.k, p.groups, p.group_k, *p.strides[:2], *p.bias_strides, *p.strides[2:])
+    flags = (power_of_two(p.k), power_of_two(p.groups) if p.groups > 1 else 1, p.softmax, p.has_bias, p.bias_rows)
     return Launcher(triton_kernels.router_tile, Specification((*sizes, *flags, *fixed), programs, t.warps))
 
 
@@ -157,6 +158,8 @@ def moe_router(
         return
     x, w, i = matrix(logits), Result(weights), Result(experts)
     n, k = x.shape[1], weights.shape[-1]
+    rows = bias is not None and bias.dim() > 1
+    bias = bias if bias is None or not rows else matrix(bias)
     if config is None:
         config = router_configuration(n, k, x.element_size(), softmax and bias is None and groups == 1)
     problem = _Router(
@@ -166,10 +169,11 @@ def moe_router(
         groups,
         group_k,
         (*x.stride(), *w.matrix.stride(), *i.matrix.stride()),
-        0 if bias is None else bias.stride(0),
+        (0, 0) if bias is None else (bias.stride(0) if rows else 0, bias.stride(-1)),
         x.dtype,
         softmax,
         bias is not None,
+        rows,
         renormalize,
         _scale(scale, weights.dtype),
         native_pairs(x),

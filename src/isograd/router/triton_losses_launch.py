@@ -1,5 +1,7 @@
 """How the Triton kernels of the router's auxiliary losses are launched."""
 
+import math
+
 import torch
 
 from isograd import faults
@@ -9,38 +11,62 @@ from isograd.router.triton_launch import Result, count_entries, matrix, native_p
 from isograd.triton_launcher import Launcher, Specification, kept, power_of_two
 
 
+def _problems(x: torch.Tensor, batched: bool) -> tuple[int, int]:
+    """How many problems there are, and the tokens of each."""
+    return (x.shape[0], math.prod(x.shape[1:-1])) if batched else (1, math.prod(x.shape[:-1]))
+
+
+def _totals(operation: str, experts: torch.Tensor, n: int, problems: int) -> torch.Tensor:
+    """The entries of every problem's experts, then those of no expert."""
+    if problems != 1:
+        own = experts.long().reshape(problems, -1) if problems else experts.long()
+        first = torch.arange(problems, device=own.device).unsqueeze(1) * n
+        experts = torch.where((own >= 0) & (own < n), own + first, -1) if problems else own
+    return count_entries(operation, experts, problems * n).totals
+
+
 @kept
-def _balance(n: int, entries: int, dtype: torch.dtype) -> Launcher:
-    return Launcher(triton_moe.balance, Specification((n, entries, power_of_two(n)), 1))
+def _balance(problems: int, n: int, entries: int, stride: int, dtype: torch.dtype) -> Launcher:
+    return Launcher(triton_moe.balance, Specification((n, entries, stride, power_of_two(n)), problems))
 
 
-def load_balancing_loss(probabilities: torch.Tensor, experts: torch.Tensor, loss: torch.Tensor) -> None:
-    """Fill the loss."""
-    n = probabilities.shape[-1]
-    totals = count_entries("load_balancing_loss", experts, n).totals
-    means = reduction.mean(matrix(probabilities).to(loss.dtype), 0)
-    _balance(n, experts.numel(), loss.dtype)(totals, means, loss)
+def load_balancing_loss(
+    probabilities: torch.Tensor, experts: torch.Tensor, loss: torch.Tensor, batched: bool = False
+) -> None:
+    """Fill the losses: one, or one for every place in the first dimension."""
+    n, (problems, tokens) = probabilities.shape[-1], _problems(probabilities, batched)
+    if not problems:
+        return
+    totals = _totals("load_balancing_loss", experts, n, problems)
+    means = reduction.mean(probabilities.reshape(problems, tokens, n).to(loss.dtype), 1)
+    stride = loss.stride(0) if batched else 0
+    _balance(problems, n, experts.numel() // problems, stride, loss.dtype)(totals, means, loss)
     faults.after_launch(loss.device)
 
 
 @kept
 def _balance_backward(
-    tokens: int, n: int, entries: int, strides: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+    problems: int, tokens: int, n: int, entries: int, strides: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
 ) -> Launcher:
     block = min(power_of_two(n), 1024)
     rows = max(4096 // block, 1)
-    tail = (tokens, n, entries, *strides, rows, block)
-    specification = Specification(tail, programs_of(tokens, rows) * programs_of(n, block))
+    tail = (problems, tokens, n, entries, *strides, rows, block)
+    specification = Specification(tail, problems * programs_of(tokens, rows) * programs_of(n, block))
     return Launcher(triton_moe.balance_backward, specification)
 
 
-def load_balancing_loss_backward(dloss: torch.Tensor, experts: torch.Tensor, dprobabilities: torch.Tensor) -> None:
+def load_balancing_loss_backward(
+    dloss: torch.Tensor, experts: torch.Tensor, dprobabilities: torch.Tensor, batched: bool = False
+) -> None:
     """Fill dprobabilities."""
-    n = dprobabilities.shape[-1]
-    totals = count_entries("load_balancing_loss_backward", experts, n).totals
+    n, (problems, tokens) = dprobabilities.shape[-1], _problems(dprobabilities, batched)
+    if not problems:
+        return
+    totals = _totals("load_balancing_loss_backward", experts, n, problems)
     if dprobabilities.numel():
         out = Result(dprobabilities)
-        key = (len(out.matrix), n, experts.numel(), out.matrix.stride(), (dloss.dtype, out.matrix.dtype))
+        strides = (dloss.stride(0) if batched else 0, *out.matrix.stride())
+        key = (problems, tokens, n, experts.numel() // problems, strides, (dloss.dtype, out.matrix.dtype))
         _balance_backward(*key)(totals, dloss, out.matrix)
         out.done()
     faults.after_launch(dloss.device)
@@ -48,29 +74,32 @@ def load_balancing_loss_backward(dloss: torch.Tensor, experts: torch.Tensor, dpr
 
 @kept
 def _z_loss(
-    tokens: int, n: int, strides: tuple[int, ...], dtype: torch.dtype, backward: bool, native: bool
+    rows: int, tokens: int, n: int, strides: tuple[int, ...], dtype: torch.dtype, backward: bool, native: bool
 ) -> Launcher:
     t = tile(n, dtype.itemsize)
-    tail = (tokens, n, *strides, backward, *t.fixed, native)
-    return Launcher(triton_moe.z_loss_rows, Specification(tail, programs_of(tokens, t.rows), t.warps))
+    tail = (rows, tokens, n, *strides, backward, *t.fixed, native)
+    return Launcher(triton_moe.z_loss_rows, Specification(tail, programs_of(rows, t.rows), t.warps))
 
 
-def router_z_loss(logits: torch.Tensor, loss: torch.Tensor) -> None:
-    """Fill the loss."""
+def router_z_loss(logits: torch.Tensor, loss: torch.Tensor, batched: bool = False) -> None:
+    """Fill the losses: one, or one for every place in the first dimension."""
     x = matrix(logits)
     squares = torch.empty(len(x), dtype=loss.dtype, device=x.device)
     if len(x):
-        launcher = _z_loss(len(x), x.shape[1], (*x.stride(), 1, 1), x.dtype, False, native_pairs(x))
+        launcher = _z_loss(len(x), len(x), x.shape[1], (0, *x.stride(), 1, 1), x.dtype, False, native_pairs(x))
         launcher(x, squares, squares)
-    loss.copy_(reduction.mean(squares))
+    loss.copy_(reduction.mean(squares.view(_problems(logits, batched)), 1).view(loss.shape))
 
 
-def router_z_loss_backward(dloss: torch.Tensor, logits: torch.Tensor, dlogits: torch.Tensor) -> None:
+def router_z_loss_backward(
+    dloss: torch.Tensor, logits: torch.Tensor, dlogits: torch.Tensor, batched: bool = False
+) -> None:
     """Fill dlogits, which may be the logits."""
     if dlogits.numel() == 0:
         return
     x, out = matrix(logits), Result(dlogits)
-    strides = (*x.stride(), *out.matrix.stride())
-    launcher = _z_loss(len(x), x.shape[1], strides, x.dtype, True, native_pairs(x))
+    strides = (dloss.stride(0) if batched else 0, *x.stride(), *out.matrix.stride())
+    tokens = _problems(logits, batched)[1]
+    launcher = _z_loss(len(x), tokens, x.shape[1], strides, x.dtype, True, native_pairs(x))
     launcher(x, dloss, out.matrix)
     out.done()

@@ -233,28 +233,53 @@ def combine_backward(
 
 # --- auxiliary losses ------------------------------------------------------------------------------------------------
 @triton.jit
-def balance(totals_ptr, means_ptr, loss_ptr, n, entries, BLOCK: tl.constexpr):
-    """N Σ f P from the experts' counts and mean probabilities; NaN where an expert was out of range (bin n)."""
+def balance(totals_ptr, means_ptr, loss_ptr, n, entries, loss_stride, BLOCK: tl.constexpr):
+    """N Σ f P of a problem from its experts' counts and mean probabilities, which follow those of the one before.
+
+    NaN where an expert was out of range, which the bin after all counts.
+    """
+    problem = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK)[:, None]
     mask = e < n
     dtype: tl.constexpr = loss_ptr.dtype.element_ty
+    outside = tl.load(totals_ptr + tl.num_programs(0).to(tl.int64) * n) > 0
+    totals_ptr += problem * n
+    means_ptr += problem * n
     f = ops.divide(
         tl.load(totals_ptr + e, mask=mask, other=0).to(dtype), tl.zeros((BLOCK, 1), dtype) + wide_int(entries).to(dtype)
     )
     terms_ = tl.where(mask, f * tl.load(means_ptr + e, mask=mask, other=0.0), 0.0)
     total = pieces.lane_sum(terms_) * wide_int(n).to(dtype)
-    total = tl.where(tl.load(totals_ptr + n) > 0, float("nan"), total)
-    one = tl.arange(0, 1)[None, :]
+    total = tl.where(outside, float("nan"), total)
+    one = problem * loss_stride + tl.arange(0, 1)[None, :]
     tl.store(loss_ptr + one, ops.narrow(total, dtype, False))
 
 
 @triton.jit
 def balance_backward(
-    totals_ptr, dloss_ptr, out_ptr, tokens, n, entries, out_row, out_column, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    totals_ptr,
+    dloss_ptr,
+    out_ptr,
+    problems,
+    tokens,
+    n,
+    entries,
+    dloss_stride,
+    out_row,
+    out_column,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Dloss n f / tokens in every row; NaN where an expert was out of range."""
+    """Dloss n f / tokens in every row of a problem; NaN where an expert was out of range."""
     dtype: tl.constexpr = dloss_ptr.dtype.element_ty
+    outside = tl.load(totals_ptr + wide_int(problems) * n) > 0
     pid = tl.program_id(0).to(tl.int64)
+    programs = tl.num_programs(0) // problems
+    problem = pid // programs
+    pid -= problem * programs
+    totals_ptr += problem * n
+    dloss_ptr += problem * dloss_stride
+    out_ptr += problem * tokens * out_row
     parts = tl.cdiv(n, BLOCK)
     block = pid // parts
     e = (pid - block * parts) * BLOCK + tl.arange(0, BLOCK)
@@ -263,7 +288,7 @@ def balance_backward(
     )
     g = tl.load(dloss_ptr) * wide_int(n).to(dtype)
     y = ops.divide(g * f, tl.zeros((BLOCK,), dtype) + wide_int(tokens).to(dtype))
-    y = tl.where(tl.load(totals_ptr + n) > 0, float("nan"), y)
+    y = tl.where(outside, float("nan"), y)
     y = ops.narrow(y, out_ptr.dtype.element_ty, False)[None, :]
     row = (block * ROWS + tl.arange(0, ROWS))[:, None]
     mask = (row < tokens) & (e < n)[None, :]
@@ -276,8 +301,10 @@ def z_loss_rows(
     x_ptr,
     dloss_ptr,
     out_ptr,
+    rows_,
     tokens,
     n,
+    dloss_stride,
     x_row,
     x_column,
     out_row,
@@ -289,10 +316,10 @@ def z_loss_rows(
     V: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """The squared logsumexp of every row in the work type, or the gradient of the mean of them."""
+    """The squared logsumexp of every row in the work type, or the gradient of a problem's mean of them over tokens."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = pieces.columns(BLOCK, GROUP, V)
-    mask = (row < tokens)[None, :, None, None] & (column < n)
+    mask = (row < rows_)[None, :, None, None] & (column < n)
     pointers = x_ptr + pieces.broad(row * x_row) + column.to(tl.int64) * x_column
     x = ops.widen(tl.load(pointers, mask=mask, other=float("-inf")), NATIVE)
     wide: tl.constexpr = x.dtype == tl.float64
@@ -303,10 +330,11 @@ def z_loss_rows(
     lse = tl.where(valid, top + (middle + low), m)
     if BACKWARD:
         count = tl.zeros((ROWS,), x.dtype) + wide_int(tokens).to(x.dtype)
-        factor = ops.divide((lse + lse) * tl.load(dloss_ptr), count)
+        g = tl.load(dloss_ptr + row // tokens * dloss_stride, mask=row < rows_, other=0.0)
+        factor = ops.divide((lse + lse) * g, count)
         r, r_low = pieces.factors(hi, lo, valid, x.dtype)
         p = pieces.quotients(e, error, x, pieces.broad(m), tl.zeros_like(x) + pieces.broad(r), pieces.broad(r_low))
         y = ops.narrow(pieces.broad(factor) * p, out_ptr.dtype.element_ty, NATIVE)
         tl.store(out_ptr + pieces.broad(row * out_row) + column.to(tl.int64) * out_column, y, mask=mask)
     else:
-        tl.store(out_ptr + row, ops.narrow(lse * lse, out_ptr.dtype.element_ty, False), mask=row < tokens)
+        tl.store(out_ptr + row, ops.narrow(lse * lse, out_ptr.dtype.element_ty, False), mask=row < rows_)

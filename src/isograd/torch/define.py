@@ -84,9 +84,14 @@ def operator(
         # Not Function.apply, which is for several levels at once.
         call.apply = super(torch.autograd.Function, _node(op, gradient, call.plain)).apply
         _library.impl(name, _differentiated(call), "Autograd", with_keyset=True)
+
+    def members(size: int, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        return batch(call, size, in_dims, *args)
+
     torch.library.register_vmap(
-        f"isograd::{name}", lambda info, in_dims, *args: batch(call, info.batch_size, in_dims, *args), lib=_library
+        f"isograd::{name}", lambda info, in_dims, *args: members(info.batch_size, in_dims, *args), lib=_library
     )
+    _library.impl(name, _batched_gradients(members), "Batched")
     for device, rule in autocast.items():
         _library.impl(name, _without_autocast(device, rule), f"Autocast{device}")
     return call
@@ -380,6 +385,34 @@ def _without_autocast(device: str, rule: Callable[..., Any]) -> Callable[..., An
 def batched(tensor: Tensor, batch_dim: int | None, size: int) -> Tensor:
     """The batch in front; where there is none, every member reads the same memory."""
     return tensor.expand(size, *tensor.shape) if batch_dim is None else tensor.movedim(batch_dim, 0)
+
+
+def _batched_gradients(members: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel at the key of torch's older vmap, which batched gradients (`is_grads_batched`) still take."""
+    is_batched = torch._C._functorch.is_legacy_batchedtensor
+
+    def kernel(*args: Any) -> Any:
+        deepest = torch._C._vmapmode_increment_nesting() - 1
+        torch._C._vmapmode_decrement_nesting()
+        places = [i for i, a in enumerate(args) if isinstance(a, Tensor) and is_batched(a)]
+        for level in range(deepest, 0, -1):
+            # What has no batch at the level gets one without members here.
+            parts = {i: torch._remove_batch_dim(args[i], level, 0, 0) for i in places}
+            parts = {i: part for i, part in parts.items() if part.shape[0]}
+            if parts:
+                break
+        else:
+            raise InvalidProblemError("vmap over an empty batch")
+        size = next(iter(parts.values())).shape[0]
+        in_dims = tuple([0 if i in parts else None for i in range(len(args))])
+        outputs, dims = members(size, in_dims, *[parts.get(i, a) for i, a in enumerate(args)])
+        if isinstance(outputs, Tensor):
+            return torch._add_batch_dim(outputs, dims, level)
+        return tuple(
+            [o if d is None else torch._add_batch_dim(o, d, level) for o, d in zip(outputs, dims, strict=True)]
+        )
+
+    return kernel
 
 
 def one_by_one(op: Operator, size: int, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:

@@ -120,8 +120,9 @@ def linear_cross_entropy(
     kept in the operands' dtype, and multiplied by the one that arrives. In float16, where such gradients would leave
     the exponents before a scaled loss brings them back, only the operands are kept: the backward pass computes the
     logits again, a fourth product, from the gradient that arrives. hidden, weight and bias have gradients; there are no
-    second derivatives. Under autocast the product has autocast's dtype and the loss float32, as with torch's linear and
-    cross_entropy. Bits and errors as for `isograd.linear_cross_entropy`.
+    second derivatives. Under vmap members that share weight and bias, and need no gradient of them, are one call. Under
+    autocast the product has autocast's dtype and the loss float32, as with torch's linear and cross_entropy. Bits and
+    errors as for `isograd.linear_cross_entropy`.
     """
     name = "linear_cross_entropy"
     enter(name)
@@ -131,7 +132,7 @@ def linear_cross_entropy(
     checked_reduction(name, reduction)
     class_weight = _constant(name, class_weight, "class_weight")
     plain_count, divisor = _count(name, count, hidden)
-    differentiated = any(t is not None and t.requires_grad for t in (hidden, weight, bias))
+    matrix = any(t is not None and t.requires_grad for t in (weight, bias))
     return LINEAR_CROSS_ENTROPY(  # type: ignore[no-any-return]
         hidden,
         weight,
@@ -145,8 +146,9 @@ def linear_cross_entropy(
         plain_count,
         None if chunk is None else integer(name, "chunk", chunk),
         checked_preference(name, preference),
-        torch.is_grad_enabled() and differentiated and reduction != "none",
+        torch.is_grad_enabled() and (matrix or hidden.requires_grad) and reduction != "none",
         divisor,
+        matrix,
     )[0]
 
 

@@ -25,6 +25,7 @@ from isograd.attention.options import AttentionOptions
 from isograd.attention.plans import AttentionBackwardPlan, AttentionPlan
 from isograd.errors import InvalidProblemError, UnsupportedError
 from isograd.plan import Plan
+from isograd.torch import attention_members as members
 from isograd.torch import define
 from isograd.torch.attention_dense import Operands, Tangents, gradient_tangents, tangents
 from isograd.torch.tensors import (
@@ -401,40 +402,22 @@ def _push_backward(
 
 
 # --- vmap and autocast -----------------------------------------------------------------------------------------------
-def _folded(size: int, dims: tuple[int | None, ...], tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-    """Tensors whose first axis is the batch, the members of vmap's as more of it."""
-    members = [None if t is None else define.batched(t, d, size) for t, d in zip(tensors, dims, strict=True)]
-    batch = max([t.shape[1] for t in members if t is not None], default=1)  # 1 where bias and mask are broadcast
-    return [None if t is None else t.expand(-1, batch, *t.shape[2:]).flatten(0, 1) for t in members]
-
-
-def _members(result: Tensor, size: int) -> Tensor:
-    """A result of folded tensors, the members of vmap's batch in front."""
-    return result.unflatten(0, (size, result.shape[0] // size))  # type: ignore[no-untyped-call, no-any-return]
-
-
 def _padded(in_dims: tuple[int | None, ...], args: tuple[Any, ...], before: int = 0) -> tuple[Any, ...]:
     """Dimensions and arguments with the defaults that a call leaves out."""
     call = Call(*args[before:])
     return (*in_dims, *[None] * (before + len(call) - len(in_dims))), (*args[:before], *call)
 
 
-def _separate(dims: tuple[int | None, ...], call: Call) -> bool:
-    """Whether the members of a batch are problems of their own: what is dropped depends on the place in the batch."""
-    return bool(call.dropout_p) or call.cu_seqlens_q is not None or dims[_SINKS] is not None
-
-
-_FOLDED = Call._fields.index("cu_seqlens_q")
-
-
 def _batch_forward(
     op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
     dims, args = _padded(in_dims, args)
-    if size == 0 or _separate(dims, Call(*args)):
+    call, places = Call(*args), dict(zip(Call._fields, dims, strict=True))
+    axis = members.fold_axis(size, places, call)
+    if axis is None:
         return define.one_by_one(op, size, dims, *args)
-    o, lse = op(*_folded(size, dims[:_FOLDED], args[:_FOLDED]), *args[_FOLDED:])
-    return (_members(o, size), _members(lse, size)), (0, 0)
+    o, lse = op(*members.folded(axis, size, places, call))
+    return (members.parted(axis, size, o), members.parted(axis, size, lse)), (0, 0)
 
 
 def _batch_backward(
@@ -442,14 +425,14 @@ def _batch_backward(
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
     dims, args = _padded(in_dims, args, _BEFORE)
     given, call = BackwardCall(*args[:_BEFORE]), Call(*args[_BEFORE:])
-    if size == 0 or given.dbias or given.dsinks or _separate(dims[_BEFORE:], call):
+    places = dict(zip((*BackwardCall._fields, *Call._fields), dims, strict=True))
+    axis = members.fold_axis(size, places, call, given.dbias, given.dsinks)
+    if axis is None:
         return define.one_by_one(op, size, dims, *args)
-    end = _BEFORE + _FOLDED
-    places = [*range(BackwardCall._fields.index("dbias")), *range(_BEFORE, end)]
-    folded = _folded(size, tuple([dims[i] for i in places]), tuple([args[i] for i in places]))
-    before, rest = folded[:-_FOLDED], folded[-_FOLDED:]
-    dq, dk, dv, *none = op(*before, given.dbias, given.dsinks, *rest, *args[end:])
-    return (*[_members(g, size) for g in (dq, dk, dv)], *none), (0, 0, 0, None, None)
+    results = op(*members.folded(axis, size, places, given), *members.folded(axis, size, places, call))
+    wanted = (True, True, True, given.dbias, given.dsinks)
+    parts = [members.parted(axis, size, g) if w else g for g, w in zip(results, wanted, strict=True)]
+    return tuple(parts), tuple([0 if w else None for w in wanted])
 
 
 def _autocast(device: str, *args: Any) -> tuple[Tensor, Tensor]:

@@ -21,10 +21,8 @@ from isograd.errors import InvalidProblemError
 from isograd.losses import cross_entropy as steps
 from isograd.losses.cross_entropy_reference import STATE
 from isograd.losses.reductions import checked_reduction
-from isograd.torch import define
+from isograd.torch import define, members
 from isograd.torch.ops import FORWARD
-from isograd.torch.ops_gather import GATHER_BACKWARD
-from isograd.torch.ops_scaled import DIVIDED
 from isograd.torch.tensors import (
     INDEX_DTYPES,
     empty,
@@ -312,79 +310,58 @@ def _push_backward(
 
 
 # --- vmap ------------------------------------------------------------------------------------------------------------
-def _totals(values: Tensor) -> Tensor:
-    """The order-free sum of every member's values, as the reduction of one member alone has it."""
-    lines = values.reshape(values.shape[0], -1)
-    index = torch.zeros(lines.shape, dtype=torch.int64, device=lines.device)
-    return GATHER_BACKWARD(lines, 1, index, [lines.shape[0], 1]).squeeze(1)  # type: ignore[no-any-return]
-
-
 class _Members:
     """The problems of a batch as one problem, batch first, whose losses are not reduced."""
 
     def __init__(self, size: int, in_dims: tuple[int | None, ...], logits: Tensor, targets: Tensor, *rest: Any) -> None:
         self.weight, dim, *options = rest
-        self.ignore_index, smoothing, z_loss, self.reduction, self.count, *given = options
-        self.divisor = given[0] if given else None
+        self.ignore_index, smoothing, z_loss, self.reduction, self.count, self.given = options
         self.logits, self.targets = (
             define.batched(t, d, size) for t, d in zip((logits, targets), in_dims, strict=False)
         )
         self.dim = dim % (self.logits.dim() - 1) + 1
+        self.rows = self.logits.select(self.dim, 0)
         self.options = (self.ignore_index, smoothing, z_loss, "none", None)
 
-    def means(self, totals: Tensor) -> Tensor:
-        """One total of every member, divided by what its mean divides by."""
-        return DIVIDED(totals, self._divisors().expand(totals.shape))  # type: ignore[no-any-return]
-
-    def _divisors(self) -> Tensor:
-        work = work_dtype(self.logits.dtype)
-        if self.divisor is not None:
-            return self.divisor.to(device=self.logits.device, dtype=work)  # type: ignore[no-any-return]
+    def divisor(self) -> members.Divisor:
+        """What the mean of every member divides by."""
+        if self.given is not None:
+            return self.given  # type: ignore[no-any-return]
         if self.count is not None:
-            return torch.full((), self.count, dtype=work, device=self.logits.device)
-        rows = self.logits.select(self.dim, 0)
+            return self.count  # type: ignore[no-any-return]
         if self.targets.dtype not in INDEX_DTYPES:
-            return torch.full((), max(rows[0].numel(), 1), dtype=work, device=rows.device)
-        kept = (self.targets != self.ignore_index).reshape(rows.shape[0], -1)
-        if self.weight is None:
-            return kept.sum(1).to(work)  # type: ignore[no-any-return]
-        places = torch.where(kept, self.targets.reshape(kept.shape).long(), 0)
-        weights = self.weight.to(work)[places]
-        return _totals(torch.where(kept, weights, torch.zeros_like(weights)))
+            return max(self.rows[0].numel(), 1)
+        return members.target_totals(self.targets, self.ignore_index, self.weight, work_dtype(self.logits.dtype))
 
 
-def _alone(size: int, in_dims: tuple[int | None, ...], weight: int, logits: Tensor, count: Any, divisor: int) -> bool:
-    """Whether members are computed one by one: with weights or a divisor of their own, or nothing to compute."""
-    own = any(i < len(in_dims) and in_dims[i] is not None for i in (weight, divisor))
-    return own or size == 0 or logits.numel() == 0 or isinstance(count, Tensor)
+def _alone(size: int, in_dims: tuple[int | None, ...], weight: int, logits: Tensor) -> bool:
+    """Whether members are computed one by one: with weights of their own, of which a kernel takes one for all rows."""
+    return in_dims[weight] is not None or size == 0 or logits.numel() == 0
 
 
 def _batch_forward(
     op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Any
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     defaults: tuple[Any, ...] = op.defaults  # type: ignore[attr-defined]
-    logits, targets, weight, dim, *options = *args, *defaults[len(args) :]
+    logits, targets, weight, dim, *options = args = *args, *defaults[len(args) :]
+    in_dims = *in_dims, *[None] * (len(args) - len(in_dims))
     narrow = options.pop(5)
-    if _alone(size, in_dims, 2, logits, options[4], 10):
+    if _alone(size, in_dims, 2, logits):
         return define.one_by_one(op, size, in_dims, *args)
     whole = _Members(size, in_dims, logits, targets, weight, dim, *options)
     losses, state = op(whole.logits, whole.targets, weight, whole.dim, *whole.options, False)
-    if whole.reduction != "none":
-        losses = _totals(losses)
-        losses = whole.means(losses) if whole.reduction == "mean" else losses
+    losses = members.reduced(losses, whole.reduction, whole.divisor)
     return (losses.to(logits.dtype) if narrow else losses, state), (0, 1)
 
 
 def _batch_backward(op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+    args = *args, *[None] * (12 - len(args))
+    in_dims = *in_dims, *[None] * (12 - len(in_dims))
     dloss, logits, targets, weight, state, *options = args
-    if _alone(size, in_dims, 3, logits, options[5], 11):
+    if _alone(size, in_dims, 3, logits):
         return define.one_by_one(op, size, in_dims, *args)
     whole = _Members(size, in_dims[1:3], logits, targets, weight, *options)
-    g = define.batched(dloss, in_dims[0], size)
-    if whole.reduction != "none":
-        g = whole.means(g) if whole.reduction == "mean" else g
-        rows = whole.logits.select(whole.dim, 0)
-        g = g.reshape(size, *(1,) * (rows.dim() - 1)).expand(rows.shape)
+    g = members.spread(define.batched(dloss, in_dims[0], size), whole.reduction, whole.rows.shape, whole.divisor)
     states = define.batched(state, in_dims[4], size).movedim(0, 1)
     return op(g, whole.logits, whole.targets, weight, states, whole.dim, *whole.options), 0
 

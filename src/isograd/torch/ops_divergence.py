@@ -25,7 +25,7 @@ from isograd.losses.divergence_plans import (
 )
 from isograd.losses.divergence_reference import divisor
 from isograd.losses.promises import checked_reduction
-from isograd.torch import define
+from isograd.torch import define, members
 from isograd.torch.ops import BACKWARD, FORWARD
 from isograd.torch.tensors import (
     NAMES,
@@ -215,12 +215,29 @@ def _push_kl_backward(
     return total  # type: ignore[no-any-return]
 
 
-def _batch_elements(op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-    """Over a batch, which is a dimension like the others where nothing is reduced."""
-    if "none" not in args:
-        return define.one_by_one(op, size, in_dims, *args)
-    count = next(i for i, a in enumerate(args) if isinstance(a, str))
-    return op(*[define.batched(a, d, size) for a, d in zip(args[:count], in_dims, strict=False)], *args[count:]), 0
+def _batch_kl(
+    op: define.Operator,
+    size: int,
+    in_dims: tuple[int | None, ...],
+    input: Tensor,  # noqa: A002
+    target: Tensor,
+    reduction: str = "mean",
+    log_target: bool = False,
+    narrow: bool = False,
+) -> tuple[Tensor, int]:
+    x, t = (define.batched(v, d, size) for v, d in zip((input, target), in_dims, strict=False))
+    losses = op(x, t, "none", log_target, narrow and reduction == "none")
+    loss = members.reduced(losses, reduction, lambda: divisor(reduction, tuple(x.shape[1:])))
+    return (loss.to(input.dtype) if narrow else loss), 0
+
+
+def _batch_kl_backward(
+    op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Any
+) -> tuple[Tensor, int]:
+    g, x, t = (define.batched(v, d, size) for v, d in zip(args[:3], in_dims[:3], strict=True))
+    reduction, *options = args[3:]
+    g = members.spread(g, reduction, x.shape, lambda: divisor(reduction, tuple(x.shape[1:])))
+    return op(g, x, t, "none", *options), 0
 
 
 def _kl_autocast(
@@ -240,7 +257,7 @@ KL_DIV: define.Operator = define.operator(
     run=_kl,
     fake=_kl_fake,
     gradient=define.Gradient(_save_kl, _differentiate_kl, _push_kl),
-    batch=_batch_elements,
+    batch=_batch_kl,
     autocast={"CUDA": _kl_autocast, "CPU": _kl_autocast},
 )
 KL_DIV_BACKWARD: define.Operator = define.operator(
@@ -248,7 +265,7 @@ KL_DIV_BACKWARD: define.Operator = define.operator(
     run=_kl_backward,
     fake=_kl_backward_fake,
     gradient=define.Gradient(_save_kl_backward, _differentiate_kl_backward, _push_kl_backward),
-    batch=_batch_elements,
+    batch=_batch_kl_backward,
 )
 
 
@@ -408,13 +425,39 @@ def _push_distillation_backward(
     return t + extra.to(student.dtype)  # type: ignore[no-any-return]
 
 
+def _batch_distillation(
+    op: define.Operator,
+    size: int,
+    in_dims: tuple[int | None, ...],
+    student: Tensor,
+    teacher: Tensor,
+    temperature: float = 1.0,
+    indices: Tensor | None = None,
+    reduction: str = "batchmean",
+) -> tuple[Tensor, int]:
+    x, t = (define.batched(v, d, size) for v, d in zip((student, teacher), in_dims, strict=False))
+    named = None if indices is None else define.batched(indices, in_dims[3], size)
+    losses = op(x, t, temperature, named, "none")
+    return members.reduced(losses, reduction, lambda: divisor(reduction, tuple(losses.shape[1:]))), 0
+
+
+def _batch_distillation_backward(
+    op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Any
+) -> tuple[Tensor, int]:
+    dloss, student, teacher, temperature, indices, reduction = args
+    g, x, t = (define.batched(v, d, size) for v, d in zip((dloss, student, teacher), in_dims, strict=False))
+    named = None if indices is None else define.batched(indices, in_dims[4], size)
+    g = members.spread(g, reduction, x.shape[:-1], lambda: divisor(reduction, tuple(x.shape[1:-1])))
+    return op(g, x, t, temperature, named, "none"), 0
+
+
 DISTILLATION_LOSS: define.Operator = define.operator(
     "distillation_loss(Tensor student, Tensor teacher, float temperature=1.0, Tensor? indices=None, "
     'str reduction="batchmean") -> Tensor',
     run=_distillation,
     fake=_distillation_fake,
     gradient=define.Gradient(_save_distillation, _differentiate_distillation, _push_distillation),
-    batch=define.one_by_one,
+    batch=_batch_distillation,
 )
 DISTILLATION_LOSS_BACKWARD: define.Operator = define.operator(
     "distillation_loss_backward(Tensor dloss, Tensor student, Tensor teacher, float temperature, Tensor? indices, "
@@ -424,5 +467,5 @@ DISTILLATION_LOSS_BACKWARD: define.Operator = define.operator(
     gradient=define.Gradient(
         _save_distillation_backward, _differentiate_distillation_backward, _push_distillation_backward
     ),
-    batch=define.one_by_one,
+    batch=_batch_distillation_backward,
 )

@@ -3,18 +3,19 @@
     linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, Tensor? bias=None, Tensor? class_weight=None,
                          SymInt ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0, str reduction="mean",
                          float? count=None, SymInt? chunk=None, str? preference=None, bool gradient=False,
-                         Tensor? divisor=None) -> (Tensor, Tensor, Tensor, Tensor)
+                         Tensor? divisor=None, bool matrix=True) -> (Tensor, Tensor, Tensor, Tensor)
     linear_cross_entropy_backward(Tensor dloss, Tensor hidden, Tensor weight, Tensor targets, Tensor? bias,
                                   Tensor? class_weight, SymInt ignore_index, float label_smoothing, float z_loss,
-                                  str reduction, float? count, SymInt? chunk, str? preference, Tensor? divisor=None)
-        -> (Tensor, Tensor, Tensor)
+                                  str reduction, float? count, SymInt? chunk, str? preference, Tensor? divisor=None,
+                                  bool matrix=True) -> (Tensor, Tensor, Tensor)
 
 `divisor` is a count that lies in a tensor. The loss is in the work type. With `gradient` the gradients of hidden,
 weight and bias for a loss gradient of 1 follow it: computing them with the loss saves a product. Not in float16, whose
 exponents end where the gradients of a mean begin: there they are computed when the loss gradient, which is large then,
-has arrived. There are no second derivatives.
+has arrived. Without `matrix` those of weight and bias are empty. There are no second derivatives.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +24,9 @@ from torch import Tensor
 
 from isograd.errors import InvalidProblemError, UnsupportedError
 from isograd.losses import linear_cross_entropy as linear
+from isograd.losses.linear_plans import ONE_PIECE
 from isograd.losses.reductions import checked_reduction
-from isograd.torch import define
+from isograd.torch import define, members
 from isograd.torch.ops_scaled import SCALED
 from isograd.torch.tensors import (
     empty,
@@ -89,9 +91,10 @@ def _require_linear(
             )
 
 
-def _gradients_like(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    shape = (0,) if bias is None else bias.shape
-    return empty(hidden.shape, hidden), empty(weight.shape, hidden), empty(shape, hidden)
+def _gradients_like(hidden: Tensor, weight: Tensor, bias: Tensor | None, matrix: bool) -> tuple[Tensor, Tensor, Tensor]:
+    none = (0,)
+    shapes = (weight.shape if matrix else none, none if bias is None or not matrix else bias.shape)
+    return empty(hidden.shape, hidden), empty(shapes[0], hidden), empty(shapes[1], hidden)
 
 
 def _keeps(gradient: bool, hidden: Tensor) -> bool:
@@ -114,11 +117,12 @@ def _linear_fake(
     preference: str | None = None,
     gradient: bool = False,
     divisor: Tensor | None = None,
+    matrix: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _require_linear("linear_cross_entropy", hidden, weight, targets, bias, class_weight, reduction, divisor)
     loss = empty(targets.shape if reduction == "none" else (), hidden, work_dtype(hidden.dtype))
     none = (empty((0,), hidden), empty((0,), hidden), empty((0,), hidden))
-    return loss, *(_gradients_like(hidden, weight, bias) if _keeps(gradient, hidden) else none)
+    return loss, *(_gradients_like(hidden, weight, bias, matrix) if _keeps(gradient, hidden) else none)
 
 
 def _linear(
@@ -136,6 +140,7 @@ def _linear(
     preference: str | None = None,
     gradient: bool = False,
     divisor: Tensor | None = None,
+    matrix: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     name = "linear_cross_entropy"
     _require_linear(name, hidden, weight, targets, bias, class_weight, reduction, divisor)
@@ -153,12 +158,13 @@ def _linear(
         loss = linear.reduced(given, linear.forward(given))
         return loss, empty((0,), hidden), empty((0,), hidden), empty((0,), hidden)
     losses, *gradients = linear.gradient(given, linear.row_gradients(given, None))
-    return linear.reduced(given, losses), *_shaped(hidden, gradients)
+    return linear.reduced(given, losses), *_shaped(hidden, gradients, matrix)
 
 
-def _shaped(hidden: Tensor, gradients: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _shaped(hidden: Tensor, gradients: list[Tensor], matrix: bool) -> tuple[Tensor, Tensor, Tensor]:
     dhidden, dweight, *dbias = gradients
-    return dhidden.view(hidden.shape), dweight, dbias[0] if dbias else empty((0,), hidden)
+    none = empty((0,), hidden)
+    return dhidden.view(hidden.shape), dweight if matrix else none, dbias[0] if dbias and matrix else none
 
 
 def _linear_backward_fake(
@@ -170,9 +176,15 @@ def _linear_backward_fake(
     class_weight: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    divisor = options[7] if len(options) > 7 else None
-    _require_linear("linear_cross_entropy_backward", hidden, weight, targets, bias, class_weight, options[3], divisor)
-    return _gradients_like(hidden, weight, bias)
+    *_, reduction, _, _, _, divisor, matrix = _completed(options)
+    name = "linear_cross_entropy_backward"
+    _require_linear(name, hidden, weight, targets, bias, class_weight, reduction, divisor)
+    return _gradients_like(hidden, weight, bias, matrix)
+
+
+def _completed(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The options of the gradient with the defaults that a call leaves out."""
+    return (*options, *(None, True)[len(options) - 7 :])
 
 
 def _linear_backward(
@@ -185,19 +197,20 @@ def _linear_backward(
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     name = "linear_cross_entropy_backward"
-    divisor = options[7] if len(options) > 7 else None
-    _require_linear(name, hidden, weight, targets, bias, class_weight, options[3], divisor)
-    count = options[4] if divisor is None else divisor
-    given = _linear_problem(name, hidden, weight, targets, bias, class_weight, (*options[:4], count, *options[5:7]))
+    *plain, count, chunk, preference, divisor, matrix = _completed(options)
+    _require_linear(name, hidden, weight, targets, bias, class_weight, plain[3], divisor)
+    values = (*plain, count if divisor is None else divisor, chunk, preference)
+    given = _linear_problem(name, hidden, weight, targets, bias, class_weight, values)
     dlosses = linear.row_gradients(given, usable(name, "dloss", dloss).view(dloss.shape))
     _, *gradients = linear.gradient(given, dlosses)
-    return _shaped(hidden, gradients)
+    return _shaped(hidden, gradients, matrix)
 
 
 def _save_linear(node: Any, inputs: Saved, output: Saved) -> Saved:
-    *tensors, gradient, divisor = inputs
+    *tensors, gradient, divisor, matrix = inputs
     node.options = tensors[5:]
-    node.gradient = _keeps(gradient, inputs[0])
+    needs_matrix = node.needs_input_grad[1] or node.needs_input_grad[3]
+    node.gradient = _keeps(gradient, inputs[0]) and (matrix or not needs_matrix)
     if node.gradient:
         return tuple(output[1:])
     node.mark_non_differentiable(*output[1:])
@@ -222,8 +235,10 @@ def _differentiate_linear(
         dhidden, dweight, dbias = (SCALED(g, dloss) if w else None for g, w in zip(saved, wanted, strict=True))
         return dhidden, dweight, None, dbias
     *operands, divisor = saved
-    dhidden, dweight, dbias = LINEAR_CROSS_ENTROPY_BACKWARD(dloss, *operands, *node.options, divisor)
-    return dhidden, dweight, None, dbias if node.needs_input_grad[3] else None
+    by_weight, by_bias = node.needs_input_grad[1], node.needs_input_grad[3]
+    options = (*node.options, divisor, by_weight or by_bias)
+    dhidden, dweight, dbias = LINEAR_CROSS_ENTROPY_BACKWARD(dloss, *operands, *options)
+    return dhidden, dweight if by_weight else None, None, dbias if by_bias else None
 
 
 def _autocast(device: str) -> Callable[..., Any]:
@@ -250,23 +265,88 @@ def _autocast(device: str) -> Callable[..., Any]:
     return rule
 
 
+class _Members:
+    """The problems of a batch as rows of one problem, whose losses are not reduced."""
+
+    def __init__(
+        self, size: int, in_dims: tuple[int | None, ...], operands: tuple[Any, ...], options: list[Any]
+    ) -> None:
+        hidden, self.weight, targets, *self.vectors = operands
+        self.ignore_index, *self.numbers, self.reduction, self.count, self.chunk, self.preference = options
+        self.hidden, self.targets = define.batched(hidden, in_dims[0], size), define.batched(targets, in_dims[2], size)
+        # A product's bits may depend on its rows: of every member those that it has alone, if these are one piece.
+        self.rows = math.prod(self.targets.shape[1:])
+        one_piece = self.rows * self.weight.shape[0] <= ONE_PIECE
+        shared = all(d is None for d in (in_dims[1], *in_dims[3:5]))
+        filled = size > 0 and self.rows > 0
+        self.fold = shared and filled and (one_piece if self.chunk is None else self.rows % self.chunk == 0)
+
+    def divisor(self, given: Tensor | None) -> members.Divisor:
+        """What the mean of every member divides by."""
+        if given is not None or self.count is not None:
+            return self.count if given is None else given
+        work = work_dtype(self.hidden.dtype)
+        return members.target_totals(self.targets, self.ignore_index, self.vectors[1], work)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The operands and the options of the one problem."""
+        chunk = self.rows if self.chunk is None else self.chunk
+        options = (self.ignore_index, *self.numbers, "none", None, chunk, self.preference)
+        return (self.hidden, self.weight, self.targets, *self.vectors, *options)
+
+
+def _batch_linear(
+    op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Any
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    defaults: tuple[Any, ...] = op.defaults  # type: ignore[attr-defined]
+    args = (*args, *defaults[len(args) :])
+    in_dims = (*in_dims, *[None] * (len(args) - len(in_dims)))
+    *options, gradient, divisor, matrix = args[5:]
+    whole = _Members(size, in_dims, args[:5], options)
+    keeps = _keeps(gradient, whole.hidden)
+    if not whole.fold or (keeps and matrix):
+        return define.one_by_one(op, size, in_dims, *args)
+    losses, none, *_ = op(*whole.arguments())
+    loss = members.reduced(losses, whole.reduction, lambda: whole.divisor(divisor))
+    if not keeps:
+        return (loss, none, none, none), (0, None, None, None)
+    ones = torch.ones_like(loss)
+    g = members.spread(ones, whole.reduction, losses.shape, lambda: whole.divisor(divisor))
+    dhidden, *nothing = LINEAR_CROSS_ENTROPY_BACKWARD(g, *whole.arguments(), None, False)
+    return (loss, dhidden, *nothing), (0, 0, None, None)
+
+
+def _batch_linear_backward(
+    op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Any
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    args = (*args[:6], *_completed(args[6:]))
+    in_dims = (*in_dims, *[None] * (len(args) - len(in_dims)))
+    *options, divisor, matrix = args[6:]
+    whole = _Members(size, in_dims[1:], args[1:6], options)
+    if not whole.fold or matrix:
+        return define.one_by_one(op, size, in_dims, *args)
+    dloss = define.batched(args[0], in_dims[0], size)
+    g = members.spread(dloss, whole.reduction, whole.targets.shape, lambda: whole.divisor(divisor))
+    return op(g, *whole.arguments(), None, False), (0, None, None)
+
+
 LINEAR_CROSS_ENTROPY: define.Operator = define.operator(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, Tensor? bias=None, Tensor? class_weight=None, "
     'SymInt ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0, str reduction="mean", float? count=None, '
-    "SymInt? chunk=None, str? preference=None, bool gradient=False, Tensor? divisor=None) "
+    "SymInt? chunk=None, str? preference=None, bool gradient=False, Tensor? divisor=None, bool matrix=True) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     run=_linear,
     fake=_linear_fake,
     gradient=define.Gradient(_save_linear, _differentiate_linear, _refuse_second),
-    batch=define.one_by_one,
+    batch=_batch_linear,
     autocast={"CUDA": _autocast("cuda"), "CPU": _autocast("cpu")},
 )
 LINEAR_CROSS_ENTROPY_BACKWARD: define.Operator = define.operator(
     "linear_cross_entropy_backward(Tensor dloss, Tensor hidden, Tensor weight, Tensor targets, Tensor? bias, "
     "Tensor? class_weight, SymInt ignore_index, float label_smoothing, float z_loss, str reduction, float? count, "
-    "SymInt? chunk, str? preference, Tensor? divisor=None) -> (Tensor, Tensor, Tensor)",
+    "SymInt? chunk, str? preference, Tensor? divisor=None, bool matrix=True) -> (Tensor, Tensor, Tensor)",
     run=_linear_backward,
     fake=_linear_backward_fake,
     gradient=define.Gradient(lambda node, inputs, output: (), _refuse_second, _refuse_second),
-    batch=define.one_by_one,
+    batch=_batch_linear_backward,
 )

@@ -1,4 +1,4 @@
-"""Operators around the experts: counting and sorting entries, moving rows there and back, auxiliary losses.
+"""Operators around the experts: counting and sorting entries, moving rows there and back.
 
     expert_counts(Tensor experts, SymInt num_experts) -> Tensor
     expert_permutation(Tensor experts, SymInt num_experts) -> (Tensor, Tensor)
@@ -6,13 +6,8 @@
     moe_permute_backward(Tensor dy, Tensor order, SymInt k) -> Tensor
     moe_combine(Tensor expert_out, Tensor weights, Tensor order) -> Tensor
     moe_combine_backward(Tensor dy, Tensor expert_out, Tensor weights, Tensor order) -> (Tensor, Tensor)
-    load_balancing_loss(Tensor probabilities, Tensor experts) -> Tensor
-    load_balancing_loss_backward(Tensor dloss, Tensor experts, SymInt[] size, ScalarType dtype) -> Tensor
-    router_z_loss(Tensor logits) -> Tensor
-    router_z_loss_backward(Tensor dloss, Tensor logits) -> Tensor
 
-The permutation is linear, the combination bilinear, the load-balancing loss linear in the probabilities: their
-derivatives of any order are the same operators again.
+The permutation is linear and the combination bilinear: their derivatives of any order are the same operators again.
 """
 
 from typing import Any
@@ -22,11 +17,9 @@ from torch import Tensor
 
 from isograd.errors import InvalidProblemError
 from isograd.router import plans
-from isograd.torch import define
-from isograd.torch.ops import FORWARD
+from isograd.torch import define, members
 from isograd.torch.tensors import (
     NAMES,
-    Shape,
     empty,
     like,
     require_device,
@@ -35,7 +28,6 @@ from isograd.torch.tensors import (
     run,
     usable,
     usable_index,
-    wide,
     work_dtype,
     zeros_or,
 )
@@ -68,17 +60,34 @@ def _permutation(experts: Tensor, num_experts: int) -> Pair:
     return order, offsets
 
 
+def _batch_counts(
+    op: define.Operator, size: int, in_dims: tuple[int | None, ...], experts: Tensor, num_experts: int
+) -> tuple[Tensor, int]:
+    entries = members.placed(define.batched(experts, in_dims[0], size), num_experts)
+    return members.parted(op(entries, size * num_experts), size, num_experts), 0
+
+
+def _batch_permutation(
+    op: define.Operator, size: int, in_dims: tuple[int | None, ...], experts: Tensor, num_experts: int
+) -> tuple[Pair, tuple[int, int]]:
+    """Over a batch: sorted by expert, the entries of a member stay together, from its first expert's on."""
+    entries = members.lines(members.placed(define.batched(experts, in_dims[0], size), num_experts))
+    order, offsets = op(entries, size * num_experts)
+    first = torch.arange(size, device=order.device).unsqueeze(1) * entries.shape[1]
+    return (order.view(entries.shape) - first, offsets.unfold(0, num_experts + 1, num_experts) - first), (0, 0)
+
+
 EXPERT_COUNTS: define.Operator = define.operator(
     "expert_counts(Tensor experts, SymInt num_experts) -> Tensor",
     run=_counts,
     fake=_counts_fake,
-    batch=define.one_by_one,
+    batch=_batch_counts,
 )
 EXPERT_PERMUTATION: define.Operator = define.operator(
     "expert_permutation(Tensor experts, SymInt num_experts) -> (Tensor, Tensor)",
     run=_permutation,
     fake=_permutation_fake,
-    batch=define.one_by_one,
+    batch=_batch_permutation,
 )
 
 
@@ -245,17 +254,14 @@ def _push_combine_backward(
 def _batch_tokens(op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
     """Over a batch, whose members' tokens lie one behind the other; `order` counts from those of its own member."""
     place = next(i for i, a in enumerate(op._schema.arguments) if a.name == "order")
-    members = [a if d is None and not isinstance(a, Tensor) else define.batched(a, d, size)
+    batches = [a if d is None and not isinstance(a, Tensor) else define.batched(a, d, size)
                for a, d in zip(args, in_dims, strict=True)]  # fmt: skip
-    order = members[place]
+    order = batches[place]
     step = order.shape[1]
-    if size == 0 or step == 0 or any(isinstance(m, Tensor) and m.dim() != (2 if m is order else 3) for m in members):
+    if size == 0 or step == 0 or any(isinstance(b, Tensor) and b.dim() != (2 if b is order else 3) for b in batches):
         return define.one_by_one(op, size, in_dims, *args)
-    # What is no place of its member stays none of the whole, and is told as that.
-    inside = (order >= 0) & (order < step)
-    first = torch.arange(size, device=order.device).unsqueeze(1) * step
-    members[place] = torch.where(inside, order + first, torch.full_like(order, -1))
-    result = op(*[m.flatten(0, 1) if isinstance(m, Tensor) else m for m in members])
+    batches[place] = members.placed(order, step)
+    result = op(*[b.flatten(0, 1) if isinstance(b, Tensor) else b for b in batches])
     parts = [t.unflatten(0, (size, -1)) for t in ((result,) if isinstance(result, Tensor) else result)]
     return (parts[0], 0) if isinstance(result, Tensor) else (tuple(parts), (0,) * len(parts))
 
@@ -299,175 +305,4 @@ MOE_COMBINE_BACKWARD: define.Operator = define.operator(
     fake=_combine_backward_fake,
     gradient=define.Gradient(_save_combine_backward, _differentiate_combine_backward, _push_combine_backward),
     batch=_batch_tokens,
-)
-
-
-# --- auxiliary losses ------------------------------------------------------------------------------------------------
-def _require_tokens(operation: str, experts: Tensor, shape: Shape, name: str) -> None:
-    if not len(shape) or experts.dim() != len(shape) or tuple(experts.shape[:-1]) != tuple(shape[:-1]):
-        raise InvalidProblemError(
-            f"{operation}: experts has shape {tuple(experts.shape)} and {name} {tuple(shape)}; expected the same tokens"
-        )
-
-
-def _balance_fake(probabilities: Tensor, experts: Tensor) -> Tensor:
-    name = "load_balancing_loss"
-    require_device(name, probabilities=probabilities, experts=experts)
-    require_storage(name, probabilities, "probabilities")
-    _require_tokens(name, experts, probabilities.shape, "probabilities")
-    return empty((), probabilities, work_dtype(probabilities.dtype))
-
-
-def _balance(probabilities: Tensor, experts: Tensor) -> Tensor:
-    name = "load_balancing_loss"
-    loss = _balance_fake(probabilities, experts)
-    p, chosen = usable(name, "probabilities", probabilities), usable_index(name, "experts", experts)
-    fields = (p.shape, experts.shape[-1], NAMES[p.dtype], NAMES[chosen.dtype])
-    run(plans.LoadBalancingLossPlan, p.device, fields, probabilities=p, experts=chosen, loss=loss)
-    return loss
-
-
-def _balance_backward_fake(dloss: Tensor, experts: Tensor, size: Shape, dtype: torch.dtype) -> Tensor:
-    name = "load_balancing_loss_backward"
-    require_device(name, dloss=dloss, experts=experts)
-    _require_scalar(name, dloss, dtype)
-    _require_tokens(name, experts, size, "size")
-    return empty(size, dloss, dtype)
-
-
-def _require_scalar(operation: str, dloss: Tensor, dtype: torch.dtype) -> None:
-    if dloss.dim() or dloss.dtype is not work_dtype(dtype):
-        raise InvalidProblemError(
-            f"{operation}: dloss has shape {tuple(dloss.shape)} and dtype {dloss.dtype}; expected a scalar of "
-            f"{work_dtype(dtype)}"
-        )
-
-
-def _balance_backward(dloss: Tensor, experts: Tensor, size: Shape, dtype: torch.dtype) -> Tensor:
-    name = "load_balancing_loss_backward"
-    dp = _balance_backward_fake(dloss, experts, size, dtype)
-    chosen = usable_index(name, "experts", experts)
-    fields = (dp.shape, experts.shape[-1], NAMES[dtype], NAMES[chosen.dtype])
-    g = usable(name, "dloss", dloss).view(())
-    run(plans.LoadBalancingLossBackwardPlan, dp.device, fields, dloss=g, experts=chosen, dprobabilities=dp)
-    return dp
-
-
-def _z_fake(logits: Tensor) -> Tensor:
-    require_storage("router_z_loss", logits, "logits")
-    return empty((), logits, work_dtype(logits.dtype))
-
-
-def _z(logits: Tensor) -> Tensor:
-    loss = _z_fake(logits)
-    x = usable("router_z_loss", "logits", logits)
-    run(plans.RouterZLossPlan, x.device, (x.shape, NAMES[x.dtype]), logits=x, loss=loss)
-    return loss
-
-
-def _z_backward_fake(dloss: Tensor, logits: Tensor) -> Tensor:
-    name = "router_z_loss_backward"
-    require_device(name, dloss=dloss, logits=logits)
-    require_storage(name, logits, "logits")
-    _require_scalar(name, dloss, logits.dtype)
-    return empty(logits.shape, logits)
-
-
-def _z_backward(dloss: Tensor, logits: Tensor) -> Tensor:
-    name = "router_z_loss_backward"
-    dx = _z_backward_fake(dloss, logits)
-    x, g = usable(name, "logits", logits), usable(name, "dloss", dloss).view(())
-    out = dx if dx.dim() else dx.view(1)
-    run(plans.RouterZLossBackwardPlan, x.device, (x.shape, NAMES[x.dtype]), dloss=g, logits=x, dlogits=out)
-    return dx
-
-
-def _save_balance(node: Any, inputs: tuple[Any, ...], loss: Tensor) -> tuple[Tensor]:
-    probabilities, experts = inputs
-    node.size, node.dtype = probabilities.shape, probabilities.dtype
-    return (experts,)
-
-
-def _save_balance_backward(node: Any, inputs: tuple[Any, ...], dp: Tensor) -> tuple[Tensor]:
-    _, experts, node.size, node.dtype = inputs
-    return (experts,)
-
-
-def _save_z_backward(node: Any, inputs: tuple[Any, ...], dx: Tensor) -> tuple[Tensor, ...]:
-    return inputs
-
-
-def _z_slope(logits: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Logsumexp and softmax of every token, and 2 / tokens."""
-    (x,) = wide(logits)
-    lse = x.logsumexp(-1, keepdim=True)
-    return lse, FORWARD["softmax"](x, -1), 2.0 / max(lse.numel(), 1)
-
-
-def _differentiate_z_backward(node: Any, saved: Pair, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    dloss, logits = saved
-    lse, p, factor = _z_slope(logits)
-    (g_wide,) = wide(g)
-    along = (p * g_wide).sum(-1, keepdim=True)
-    by_dloss = (along * lse).sum() * factor if node.needs_input_grad[0] else None
-    if not node.needs_input_grad[1]:
-        return by_dloss, None
-    return by_dloss, (factor * dloss * p * (along + lse * (g_wide - along))).to(logits.dtype)
-
-
-def _push_z_backward(node: Any, saved: Pair, t_dloss: Tensor | None, t_logits: Tensor | None) -> Tensor:
-    dloss, logits = saved
-    t = ROUTER_Z_LOSS_BACKWARD(torch.zeros_like(dloss) if t_dloss is None else t_dloss, logits)
-    if t_logits is None:
-        return t  # type: ignore[no-any-return]
-    lse, p, factor = _z_slope(logits)
-    (t_wide,) = wide(t_logits)
-    along = (p * t_wide).sum(-1, keepdim=True)
-    return t + (factor * dloss * p * (along + lse * (t_wide - along))).to(logits.dtype)  # type: ignore[no-any-return]
-
-
-def _push_z(node: Any, saved: tuple[Tensor], t: Tensor) -> Tensor:
-    lse, p, factor = _z_slope(saved[0])
-    return (p * wide(t)[0] * lse).sum() * factor
-
-
-LOAD_BALANCING_LOSS: define.Operator = define.operator(
-    "load_balancing_loss(Tensor probabilities, Tensor experts) -> Tensor",
-    run=_balance,
-    fake=_balance_fake,
-    gradient=define.Gradient(
-        _save_balance,
-        lambda node, saved, g: (LOAD_BALANCING_LOSS_BACKWARD(g, saved[0], node.size, node.dtype),),
-        lambda node, saved, t, *rest: LOAD_BALANCING_LOSS(t, saved[0]),
-    ),
-    batch=define.one_by_one,
-)
-LOAD_BALANCING_LOSS_BACKWARD: define.Operator = define.operator(
-    "load_balancing_loss_backward(Tensor dloss, Tensor experts, SymInt[] size, ScalarType dtype) -> Tensor",
-    run=_balance_backward,
-    fake=_balance_backward_fake,
-    gradient=define.Gradient(
-        _save_balance_backward,
-        lambda node, saved, g: (LOAD_BALANCING_LOSS(g, saved[0]),),
-        lambda node, saved, t, *rest: LOAD_BALANCING_LOSS_BACKWARD(t, saved[0], node.size, node.dtype),
-    ),
-    batch=define.one_by_one,
-)
-ROUTER_Z_LOSS: define.Operator = define.operator(
-    "router_z_loss(Tensor logits) -> Tensor",
-    run=_z,
-    fake=_z_fake,
-    gradient=define.Gradient(
-        lambda node, inputs, loss: inputs,
-        lambda node, saved, g: (ROUTER_Z_LOSS_BACKWARD(g, saved[0]),),
-        _push_z,
-    ),
-    batch=define.one_by_one,
-)
-ROUTER_Z_LOSS_BACKWARD: define.Operator = define.operator(
-    "router_z_loss_backward(Tensor dloss, Tensor logits) -> Tensor",
-    run=_z_backward,
-    fake=_z_backward_fake,
-    gradient=define.Gradient(_save_z_backward, _differentiate_z_backward, _push_z_backward),
-    batch=define.one_by_one,
 )

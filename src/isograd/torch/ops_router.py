@@ -119,7 +119,7 @@ def _router_fake(
     work = work_dtype(logits.dtype)
     if logits.dim() == 0 or not 1 <= k <= logits.shape[-1]:
         raise InvalidProblemError(f"{name}: k is {k} for logits of shape {tuple(logits.shape)}")
-    if bias is not None and (bias.dtype is not work or bias.shape != logits.shape[-1:]):
+    if bias is not None and (bias.dtype is not work or bias.shape not in (logits.shape[-1:], logits.shape)):
         raise InvalidProblemError(
             f"{name}: bias has shape {tuple(bias.shape)} and dtype {bias.dtype}; expected "
             f"{(logits.shape[-1],)} and {work}"
@@ -140,7 +140,8 @@ def _router(
 ) -> Pair:
     weights, experts = _router_fake(logits, k, scoring, renormalize, bias, groups, group_k, scale)
     x = usable("moe_router", "logits", logits)
-    fields = (x.shape, k, NAMES[x.dtype], scoring, renormalize, bias is not None, groups, group_k, scale)
+    rows = bias is not None and bias.dim() > 1
+    fields = (x.shape, k, NAMES[x.dtype], scoring, renormalize, bias is not None, groups, group_k, scale, rows)
     operands = {"logits": x, "weights": weights, "experts": experts}
     if bias is not None:
         operands["bias"] = usable("moe_router", "bias", bias)
@@ -281,9 +282,15 @@ def _push_router_backward(
 
 
 def _batch_router(op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-    if len(args) > 4 and in_dims[4] is not None:  # a bias for each
-        return define.one_by_one(op, size, in_dims, *args)
-    return op(define.batched(args[0], in_dims[0], size), *args[1:]), (0, 0)
+    x, bias = define.batched(args[0], in_dims[0], size), args[4] if len(args) > 4 else None
+    if bias is not None and (in_dims[4] is not None or bias.dim() > 1):  # one for each: as one for every token
+        if x.is_mps:  # whose kernels take none
+            return define.one_by_one(op, size, in_dims, *args)
+        bias = define.batched(bias, in_dims[4], size)
+        missing = (1,) * (x.dim() - bias.dim())
+        bias = bias.reshape(size, *missing, *bias.shape[1:]).expand(x.shape)
+        args = (*args[:4], bias, *args[5:])
+    return op(x, *args[1:]), (0, 0)
 
 
 def _batch_router_backward(

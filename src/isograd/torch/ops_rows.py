@@ -18,7 +18,7 @@ from torch import Tensor
 from isograd.errors import InvalidProblemError
 from isograd.faults import named
 from isograd.gather.plans import IndexSelectPlan, IndexSumPlan
-from isograd.torch import define
+from isograd.torch import define, members
 from isograd.torch.tensors import (
     NAMES,
     Shape,
@@ -191,23 +191,61 @@ def _differentiate_embedding_backward(node: Any, saved: tuple[Tensor], g: Tensor
 
 
 def _batch_rows(op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-    """index_select, its gradient and index_add over a batch whose members share the index."""
-    if in_dims[2] is not None:
-        return define.one_by_one(op, size, in_dims, *args)
-    tensors = {i: define.batched(args[i], in_dims[i], size) for i in range(len(args)) if isinstance(args[i], Tensor)}
-    index = tensors.pop(2)[0]
-    gradient = len(tensors) == 1 and len(args) == 4
-    shape = torch.Size(args[3]) if gradient else tensors[0].shape[1:]
+    """index_select, its gradient and index_add over a batch."""
+    places = [i for i in (0, 3) if i < len(args) and isinstance(args[i], Tensor)]
+    operands = [define.batched(args[i], in_dims[i], size) for i in places]
+    gradient = len(args) == 4 and len(places) == 1
+    shape = torch.Size(args[3]) if gradient else operands[0].shape[1:]
+    sizes = [size, *(shape or (1,))]
+    operands = [t.unsqueeze(1) if t.dim() == 1 else t for t in operands]
     dim = normalized_dim(op.__name__, args[1], shape) + 1
-    first, *others = [t.unsqueeze(1) if t.dim() == 1 else t for t in tensors.values()]
-    out = op(first, dim, index, [size, *(shape or (1,))]) if gradient else op(first, dim, index, *others)
+    if in_dims[2] is None:
+        first, *others = operands
+        out = op(first, dim, args[2], *([sizes] if gradient else others))
+    else:  # members one behind the other along dim, each with its own part of the index
+        bound = sizes.pop(dim)
+        first, *others = [t.movedim(dim, 1).flatten(0, 1) for t in operands]
+        index = members.placed(members.lines(args[2].movedim(in_dims[2], 0)), bound)
+        out = op(first, 0, index.flatten(), *([[size * bound, *sizes[1:]]] if gradient else others))
+        length = bound if len(args) == 4 else index.shape[1]
+        out = members.parted(out, size, length).movedim(1, dim)
     return (out if shape else out.squeeze(1)), 0
 
 
-def _batch_embedding(op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-    if in_dims[0] is not None:
-        return define.one_by_one(op, size, in_dims, *args)
-    return op(args[0], args[1].movedim(in_dims[1], 0), *args[2:]), 0
+def _batch_embedding(
+    op: define.Operator,
+    size: int,
+    in_dims: tuple[int | None, ...],
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+) -> tuple[Tensor, int]:
+    index = define.batched(indices, in_dims[1], size)
+    if in_dims[0] is None:
+        return op(weight, index, padding_idx), 0
+    table = weight.movedim(in_dims[0], 0)
+    rows = op(table.flatten(0, 1), members.placed(index, table.shape[1]))
+    if padding_idx >= 0:  # of every member, which have no gradient
+        rows = torch.where((index.long() == padding_idx).unsqueeze(-1), rows.detach(), rows)
+    return rows, 0
+
+
+def _batch_embedding_backward(
+    op: define.Operator,
+    size: int,
+    in_dims: tuple[int | None, ...],
+    grad: Tensor,
+    indices: Tensor,
+    num_embeddings: int,
+    padding_idx: int = -1,
+) -> tuple[Tensor, int]:
+    index = define.batched(indices, in_dims[1], size)
+    places, rows = members.placed(index, num_embeddings), size * num_embeddings
+    padded = padding_idx >= 0
+    if padded:  # what belongs to padding goes into one more row
+        places = places.masked_fill(index.long() == padding_idx, rows)
+    dweight = op(define.batched(grad, in_dims[0], size), places, rows + padded)
+    return members.parted(dweight[:rows], size, num_embeddings), 0
 
 
 def _save_index_add(node: Any, inputs: tuple[Any, ...], out: Tensor) -> tuple[Tensor]:
@@ -298,5 +336,5 @@ EMBEDDING_BACKWARD: define.Operator = define.operator(
         _differentiate_embedding_backward,
         lambda node, saved, t, *rest: EMBEDDING_BACKWARD(t, saved[0], node.num, node.padding_idx),
     ),
-    batch=define.one_by_one,
+    batch=_batch_embedding_backward,
 )

@@ -3,10 +3,10 @@
     scaled(Tensor input, Tensor factor) -> Tensor
     divided(Tensor input, Tensor divisor) -> Tensor
 
-`factor` has one element, which is rounded to the work type first; each product is rounded to it, then to input's dtype.
-`divided` takes two tensors of a shape and a work type; its divisor is a constant. On the CPU torch's own results are
-computed in the caller's rounding mode, and in that in force when torch's threads started. Differentiable any number of
-times.
+`factor` has one number, or one for each place in input's first dimension; it is rounded to the work type first, each
+product to the work type, then to input's dtype. `divided` takes a work type and a divisor for every element, a constant
+of any real dtype, which is rounded to the work type first. On the CPU torch's own results are computed in the caller's
+rounding mode, and in that in force when torch's threads started. Differentiable any number of times.
 """
 
 from typing import Any
@@ -21,9 +21,9 @@ from isograd.errors import InvalidProblemError
 from isograd.losses import reductions
 from isograd.torch import define
 from isograd.torch.tensors import (
+    NAMES,
     empty,
     require_device,
-    require_same_dtype,
     require_storage,
     usable,
     wide,
@@ -36,9 +36,10 @@ Saved = tuple[Any, ...]
 def _scaled_fake(input: Tensor, factor: Tensor) -> Tensor:  # noqa: A002
     require_device("scaled", input=input, factor=factor)
     require_storage("scaled", input, "input")
-    if factor.dim() or not factor.is_floating_point():
+    if tuple(factor.shape) not in ((), tuple(input.shape[:1])) or not factor.is_floating_point():
         raise InvalidProblemError(
-            f"scaled: factor has shape {tuple(factor.shape)} and dtype {factor.dtype}; expected one number"
+            f"scaled: factor has shape {tuple(factor.shape)} and dtype {factor.dtype}; expected one number, or one for "
+            f"each place in the first dimension of {tuple(input.shape)}"
         )
     return empty(input.shape, input)
 
@@ -47,12 +48,17 @@ def _scaled(input: Tensor, factor: Tensor) -> Tensor:  # noqa: A002
     out = _scaled_fake(input, factor)
     x = usable("scaled", "input", input).reshape(input.shape)
     if x.is_cpu:
-        elementwise.scale(arrays.numpy_view(x), factor.item(), arrays.numpy_view(out))
+        elementwise.scale(arrays.numpy_view(x), arrays.numpy_view(factor), arrays.numpy_view(out))
         return out
-    number = factor.to(work_dtype(x.dtype))
+    number = _along(factor.to(work_dtype(x.dtype)), x)
     if x.dtype is number.dtype:
         return torch.mul(x, number, out=out)
     return out.copy_(x.float().mul_(number))
+
+
+def _along(factor: Tensor, x: Tensor) -> Tensor:
+    """Factors with the dimensions of what they multiply."""
+    return factor.reshape(*factor.shape, *(1,) * (x.dim() - 1)) if factor.dim() else factor
 
 
 def _save(node: Any, inputs: Saved, out: Tensor) -> Saved:
@@ -67,7 +73,8 @@ def _differentiate(node: Any, saved: Saved, g: Tensor) -> tuple[Tensor | None, .
     if not node.needs_input_grad[1]:
         return by_input, None
     a, b = wide(g, x)
-    return by_input, (a * b).sum().to(factor.dtype)
+    product, behind = a * b, list(range(factor.dim(), a.dim()))
+    return by_input, (product.sum(behind) if behind else product).to(factor.dtype)
 
 
 def _push(node: Any, saved: Saved, t_input: Tensor | None, t_factor: Tensor | None) -> Tensor:
@@ -77,9 +84,13 @@ def _push(node: Any, saved: Saved, t_input: Tensor | None, t_factor: Tensor | No
 
 
 def _batch(op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Any, Any]:
-    if in_dims[1] is not None:
-        return define.one_by_one(op, size, in_dims, *args)
-    return op(define.batched(args[0], in_dims[0], size), args[1]), 0
+    x = define.batched(args[0], in_dims[0], size)
+    if in_dims[1] is None and not args[1].dim():
+        return op(x, args[1]), 0
+    factor = define.batched(args[1], in_dims[1], size)
+    if factor.dim() == 1:
+        return op(x, factor), 0
+    return op(x.flatten(0, 1), factor.flatten()).unflatten(0, x.shape[:2]), 0
 
 
 SCALED: define.Operator = define.operator(
@@ -94,7 +105,6 @@ SCALED: define.Operator = define.operator(
 # --- quotients -------------------------------------------------------------------------------------------------------
 def _divided_fake(input: Tensor, divisor: Tensor) -> Tensor:  # noqa: A002
     require_device("divided", input=input, divisor=divisor)
-    require_same_dtype("divided", divisor, "divisor", input, "input")
     if input.dtype not in (torch.float32, torch.float64) or input.shape != divisor.shape:
         raise InvalidProblemError(
             f"divided: input has shape {tuple(input.shape)} and dtype {input.dtype}, divisor {tuple(divisor.shape)}; "
@@ -105,7 +115,7 @@ def _divided_fake(input: Tensor, divisor: Tensor) -> Tensor:  # noqa: A002
 
 def _divided(input: Tensor, divisor: Tensor) -> Tensor:  # noqa: A002
     out = _divided_fake(input, divisor)
-    quotient = reductions.divided(input, divisor)
+    quotient = reductions.divided(input, reductions.rounded(divisor, NAMES[input.dtype]))
     if input.is_cpu:
         arrays.numpy_view(out)[...] = quotient
         return out

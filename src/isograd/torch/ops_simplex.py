@@ -1,11 +1,13 @@
 """Operators whose results lie on the probability simplex: gumbel_softmax and sparsemax.
 
-    gumbel_softmax(Tensor logits, float tau=1.0, bool hard=False, int dim=-1, SymInt seed=0, SymInt offset=0) -> Tensor
+    gumbel_softmax(Tensor logits, float tau=1.0, bool hard=False, int dim=-1, SymInt seed=0, SymInt offset=0,
+                   bool batched=False) -> Tensor
     gumbel_softmax_backward(Tensor dy, Tensor y, float tau=1.0, int dim=-1) -> Tensor
     sparsemax(Tensor input, int dim=-1) -> Tensor
     sparsemax_backward(Tensor dy, Tensor y, int dim=-1) -> Tensor
 
-seed and offset are words of 64 bits; those from 2^63 on are passed as negative numbers.
+seed and offset are words of 64 bits; those from 2^63 on are passed as negative numbers. With `batched` every place in
+the first dimension has the same noise.
 """
 
 import functools
@@ -38,7 +40,13 @@ _WORD = (1 << 64) - 1
 
 # --- gumbel_softmax --------------------------------------------------------------------------------------------------
 def _gumbel_fake(
-    logits: Tensor, tau: float = 1.0, hard: bool = False, dim: int = -1, seed: int = 0, offset: int = 0
+    logits: Tensor,
+    tau: float = 1.0,
+    hard: bool = False,
+    dim: int = -1,
+    seed: int = 0,
+    offset: int = 0,
+    batched: bool = False,
 ) -> Tensor:
     require_storage("gumbel_softmax", logits, "logits")
     normalized_dim("gumbel_softmax", dim, logits.shape)
@@ -46,11 +54,17 @@ def _gumbel_fake(
 
 
 def _gumbel(
-    logits: Tensor, tau: float = 1.0, hard: bool = False, dim: int = -1, seed: int = 0, offset: int = 0
+    logits: Tensor,
+    tau: float = 1.0,
+    hard: bool = False,
+    dim: int = -1,
+    seed: int = 0,
+    offset: int = 0,
+    batched: bool = False,
 ) -> Tensor:
-    y = _gumbel_fake(logits, tau, hard, dim, seed, offset)
+    y = _gumbel_fake(logits, tau, hard, dim, seed, offset, batched)
     x = usable("gumbel_softmax", "logits", logits)
-    fields = (x.shape, NAMES[x.dtype], dim, tau, hard, seed & _WORD, offset & _WORD)
+    fields = (x.shape, NAMES[x.dtype], dim, tau, hard, seed & _WORD, offset & _WORD, batched)
     # Not through the cache of plans: a seed that changes with every call would fill it.
     plan = GumbelSoftmaxPlan.select(GumbelSoftmaxPlan.descriptor_type(*fields), x.device.type)
     launch(plan, logits=x, y=y if y.dim() else y.view(1))
@@ -176,9 +190,28 @@ def _batch(
     return (result if shape else result.squeeze(1)), 0
 
 
+def _batch_gumbel(
+    op: define.Operator,
+    size: int,
+    in_dims: tuple[int | None, ...],
+    logits: Tensor,
+    tau: float = 1.0,
+    hard: bool = False,
+    dim: int = -1,
+    seed: int = 0,
+    offset: int = 0,
+    batched: bool = False,
+) -> tuple[Tensor, int]:
+    """The noise belongs to the place in a member, or in a member's member."""
+    x = define.batched(logits, in_dims[0], size)
+    dim = normalized_dim(op.__name__, dim, x.shape[1:]) + 1
+    whole = x.flatten(0, 1) if batched else x.unsqueeze(1) if x.dim() == 1 else x
+    return op(whole, tau, hard, dim - batched, seed, offset, True).view(x.shape), 0
+
+
 GUMBEL_SOFTMAX: define.Operator = define.operator(
-    "gumbel_softmax(Tensor logits, float tau=1.0, bool hard=False, int dim=-1, SymInt seed=0, SymInt offset=0) "
-    "-> Tensor",
+    "gumbel_softmax(Tensor logits, float tau=1.0, bool hard=False, int dim=-1, SymInt seed=0, SymInt offset=0, "
+    "bool batched=False) -> Tensor",
     run=_gumbel,
     fake=_gumbel_fake,
     gradient=define.Gradient(
@@ -186,7 +219,7 @@ GUMBEL_SOFTMAX: define.Operator = define.operator(
         lambda node, saved, dy: (_slope_gumbel(node, saved, dy),),
         lambda node, saved, t, *rest: _slope_gumbel(node, saved, t),  # the Jacobian is symmetric
     ),
-    batch=define.one_by_one,  # the noise belongs to the place in a member
+    batch=_batch_gumbel,
 )
 GUMBEL_SOFTMAX_BACKWARD: define.Operator = define.operator(
     "gumbel_softmax_backward(Tensor dy, Tensor y, float tau=1.0, int dim=-1) -> Tensor",

@@ -14,7 +14,7 @@ from torch import Tensor
 from isograd.errors import InvalidProblemError
 from isograd.plan import MOST_ELEMENTS, real_number
 from isograd.router.descriptors import checked_scoring
-from isograd.torch import ops_moe
+from isograd.torch import ops_moe, ops_router_losses
 from isograd.torch.indexing import enter
 from isograd.torch.ops_router import MOE_ROUTER
 from isograd.torch.tensors import checked_index, integer, require_dense
@@ -59,6 +59,10 @@ def moe_router(
     require_dense(name, logits, "logits")
     if bias is not None:
         require_dense(name, bias, "bias")
+        if bias.dim() != 1:
+            raise InvalidProblemError(
+                f"{name}: bias has shape {tuple(bias.shape)}; expected one number for each expert"
+            )
         bias = bias.detach()
     checked_scoring(name, scoring)
     factor = real_number(name, "scale", scale)
@@ -129,7 +133,7 @@ def load_balancing_loss(probabilities: Tensor, experts: Tensor, num_experts: int
             f"{name}: num_experts is {num_experts} for probabilities of shape {tuple(probabilities.shape)}"
         )
     experts = checked_index(name, experts, "experts")
-    return ops_moe.LOAD_BALANCING_LOSS(probabilities, experts)  # type: ignore[no-any-return]
+    return ops_router_losses.LOAD_BALANCING_LOSS(probabilities, experts)  # type: ignore[no-any-return]
 
 
 def router_z_loss(logits: Tensor) -> Tensor:
@@ -139,4 +143,4 @@ def router_z_loss(logits: Tensor) -> Tensor:
     """
     enter("router_z_loss")
     require_dense("router_z_loss", logits, "logits")
-    return ops_moe.ROUTER_Z_LOSS(logits)  # type: ignore[no-any-return]
+    return ops_router_losses.ROUTER_Z_LOSS(logits)  # type: ignore[no-any-return]

@@ -196,7 +196,7 @@ _CUTS: dict[str, Callable[..., Iterator[Cut]]] = {
     "moe_permute": lambda x, order, k: iter([([1], [1, None])]),
     "moe_permute_backward": lambda dy, order, k: iter([([1], [1, None])]),
     "moe_combine": lambda rows, weights, order: iter([([1], [1, None, None])]),
-    "scaled": lambda x, factor: (([d], [d, None]) for d in range(len(x.shape))),
+    "scaled": lambda x, factor: (([d], [d, None if d or not factor.shape else 0]) for d in range(len(x.shape))),
     "divided": lambda x, divisor: (([d], [d, d]) for d in range(len(x.shape))),
     "attention": _attention,
     "attention_backward": _attention_backward,

@@ -11,7 +11,7 @@ from isograd.cli.suites.common import Array, Arrays, Case, Change, Suite, normal
 from isograd.numerics import random
 from isograd.plan import Descriptor
 from isograd.router import descriptors as d
-from isograd.router import oracle, plans, reference
+from isograd.router import loss_descriptors, oracle, plans, reference
 
 _TINY = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "float64": 2.0**-1074}
 
@@ -415,27 +415,27 @@ SUITES: dict[str, Suite] = dict(
         _suite(
             "load_balancing_loss",
             plans.LoadBalancingLossPlan,
-            _of_experts(d.LoadBalancingLossDescriptor),
+            _of_experts(loss_descriptors.LoadBalancingLossDescriptor),
             _load_balancing_cases,
             order=_other_tokens,
         ),
         _suite(
             "load_balancing_loss_backward",
             plans.LoadBalancingLossBackwardPlan,
-            _of_experts(d.LoadBalancingLossBackwardDescriptor),
+            _of_experts(loss_descriptors.LoadBalancingLossBackwardDescriptor),
             _load_balancing_backward_cases,
         ),
         _suite(
             "router_z_loss",
             plans.RouterZLossPlan,
-            _of_axis(d.RouterZLossDescriptor, "logits"),
+            _of_axis(loss_descriptors.RouterZLossDescriptor, "logits"),
             _z_loss_cases,
             order=_other_tokens,
         ),
         _suite(
             "router_z_loss_backward",
             plans.RouterZLossBackwardPlan,
-            _of_axis(d.RouterZLossBackwardDescriptor, "logits"),
+            _of_axis(loss_descriptors.RouterZLossBackwardDescriptor, "logits"),
             _z_loss_backward_cases,
             order=_other_tokens,
         ),
