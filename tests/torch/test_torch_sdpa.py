@@ -313,6 +313,16 @@ def test_dynamic_shapes_and_numbers_compile():
         assert torch.equal(scaled(x), igt.attention(q, k, k, scale=x, softcap=x))
 
 
+@pytest.mark.parametrize("head_dim", [8, 20, 24])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_head_dimensions_that_are_padded_compile(head_dim, dynamic):
+    torch._dynamo.reset()
+    (q,) = random((1, 2, 5, head_dim), dtype=torch.float32)
+    for function in (igt.attention, igt.scaled_dot_product_attention):
+        compiled = torch.compile(function, fullgraph=True, backend="eager", dynamic=dynamic)
+        assert torch.equal(compiled(q, q, q), function(q, q, q))
+
+
 def test_wide_windows():
     (q,) = random((1, 2, 5, 16), dtype=torch.float32)
     assert torch.equal(igt.attention(q, q, q, window=(2**63, None)), igt.attention(q, q, q))

@@ -67,7 +67,7 @@ class AttentionOptions:
         dropout_p = real_number(operation, "dropout_p", self.dropout_p)
         if not 0 <= dropout_p < 1:
             raise InvalidProblemError(f"{operation}: dropout_p is {dropout_p}; accepted: from 0 to below 1")
-        scale = _default_scale(head_dim) if self.scale is None else real_number(operation, "scale", self.scale)
+        scale = default_scale(head_dim) if self.scale is None else real_number(operation, "scale", self.scale)
         if not -most <= scale <= most:
             raise InvalidProblemError(f"{operation}: scale is {scale}; expected a finite number of {work}")
         seed = self.seed
@@ -97,7 +97,8 @@ class AttentionOptions:
             return 1 / (1 - self.dropout_p)
 
 
-def _default_scale(head_dim: int) -> float:
+def default_scale(head_dim: int) -> float:
+    """1 / sqrt(head dimension), the same under any rounding mode."""
     return _SCALES[head_dim - 1] if head_dim <= len(_SCALES) else 1 / math.sqrt(head_dim)
 
 

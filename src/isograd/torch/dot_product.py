@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isograd.attention import problem
 from isograd.attention.descriptors import DIM_STEP, LEAST_DIM, MOST_DIM
-from isograd.attention.options import AttentionOptions, Window
+from isograd.attention.options import AttentionOptions, Window, default_scale
 from isograd.errors import DeviceMismatchError, InvalidProblemError, UnsupportedError
 from isograd.losses.promises import checked_integer
 from isograd.torch.indexing import enter
@@ -57,14 +57,18 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """The operator on [B, H, L, D]; extra: its tensors from bias to seed."""
     head_dim, v_dim = q.shape[-1], v.shape[-1]
+    padded_q = _padded(q)
     window: tuple[int | None, ...] = (None, None) if options.window is None else options.window
     if not torch.compiler.is_compiling():  # a trace may have symbols, which the call that computes checks as numbers
         options = options.validated(name, head_dim)
         window = tuple([None if side is None else min(side, _WIDEST) for side in options.window or window])
+    scale = options.scale
+    if scale is None and padded_q.shape[-1] != head_dim:  # in a trace; the operator would go by the padded one
+        scale = default_scale(head_dim)
     left, right = window
     o, lse = ATTENTION(
-        *(_padded(q), _padded(k), _padded(v), *extra, options.causal, options.alignment, left, right),
-        *(options.scale, options.softcap, options.dropout_p),
+        *(padded_q, _padded(k), _padded(v), *extra, options.causal, options.alignment, left, right),
+        *(scale, options.softcap, options.dropout_p),
     )
     return (o if o.shape[-1] == v_dim else o[..., :v_dim]), lse
 
