@@ -1,5 +1,6 @@
 """Activation checkpoints under `isograd.torch.use()`: the bits of a run without them, on any thread."""
 
+import contextlib
 import functools
 import threading
 
@@ -136,19 +137,47 @@ def test_checkpoints_under_compilation():
     def loss(x):
         return torch.softmax(x, -1).square().sum()
 
+    def whole(x):
+        with igt.use():
+            return checkpoint(loss, x, use_reentrant=False)
+
     x, _ = tensors()
     with igt.use():
         (expected,) = torch.autograd.grad(loss(x), x)
-    inside = torch.compile(lambda t: checkpoint(loss, t, use_reentrant=False), backend="aot_eager")
+    inside = torch.compile(lambda t: checkpoint(loss, t, use_reentrant=False), backend="aot_eager", fullgraph=True)
     around = torch.compile(loss, backend="aot_eager")
-    for run, replaced in (  # a checkpoint in a graph would be traced without the switch, and is left out of it
-        (inside, {"torch.softmax": 2}),
+    for run, replaced in (
+        (inside, {"torch.softmax (compiled)": 1}),
         (lambda t: checkpoint(around, t, use_reentrant=False), {"torch.softmax (compiled)": 1}),
+        (torch.compile(whole, backend="aot_eager", fullgraph=True), {}),
     ):
-        with igt.use() as counting:
+        with igt.use() if replaced else contextlib.nullcontext() as counting:
             out = run(x)
         assert torch.equal(torch.autograd.grad(out, x)[0], expected)
-        assert counting.report().replaced == replaced
+        assert not replaced or counting.report().replaced == replaced
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS)
+def test_recomputation_in_one_graph_is_what_it_was_in_forward(kind):
+    def checkpointed(x, weight):
+        return checkpoint(attend, x, weight, **KINDS[kind])
+
+    def nested(x, weight):
+        return checkpoint(lambda x, weight: checkpointed(x.sin(), weight), x, weight, **KINDS[kind])
+
+    for run, plain in ((checkpointed, attend), (nested, lambda x, weight: attend(x.sin(), weight))):
+        torch._dynamo.reset()
+        compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+
+        def in_a_block(x, weight):
+            with igt.use():
+                return compiled(x, weight)  # noqa: B023 - called at once
+
+        with igt.use():
+            expected = gradients(plain, torch.Tensor.backward)
+            assert equal(gradients(compiled, torch.Tensor.backward), expected)
+        assert equal(gradients(in_a_block, torch.Tensor.backward), expected)
 
 
 def test_functions_of_users_that_recompute_in_the_block():

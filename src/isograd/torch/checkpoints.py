@@ -6,10 +6,10 @@ through `torch.utils.checkpoint` meet in two of its classes, whatever name they 
 both are as before.
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
+from functools import partial, wraps
 from typing import Any
 
 from torch.utils import checkpoint
@@ -34,7 +34,7 @@ def hold(active: Callable[[], Sequence[AbstractContextManager[Any]]]) -> str:
 
 
 def _passing_on(original: Any, active: Callable[[], Sequence[AbstractContextManager[Any]]]) -> Callable[..., Any]:
-    @functools.wraps(original)
+    @wraps(original)
     def call(context: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         modes = active()
         return original(context, _under(modes, active, function) if modes else function, *args, **kwargs)
@@ -49,10 +49,14 @@ def _under(
 ) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         present = active()
-        with ExitStack() as stack:
-            for mode in modes:
-                if mode not in present:
-                    stack.enter_context(mode)
-            return function(*args, **kwargs)
+        return _within([mode for mode in modes if mode not in present], partial(function, *args, **kwargs))
 
     return call
+
+
+def _within(modes: Sequence[AbstractContextManager[Any]], function: Callable[[], Any]) -> Any:
+    """Call a function in the modes' blocks, which are statements: an interrupt skips the end of an ExitStack."""
+    if not modes:
+        return function()
+    with modes[0]:
+        return _within(modes[1:], function)

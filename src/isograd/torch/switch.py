@@ -5,17 +5,18 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, overload
+from typing import Any, Self, TypeVar, overload
 
 import torch
 from torch._dynamo.eval_frame import skip_code
 from torch._ops import OpOverload
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 from torch.utils._contextlib import context_decorator
 from torch.utils.checkpoint import checkpoint
 
+from isograd.blocks import held
 from isograd.errors import DeviceMismatchError, IndexOutOfRangeError, InvalidProblemError, UnsupportedError
-from isograd.torch import checkpoints
+from isograd.torch import checkpoints, modes
 from isograd.torch.replacements import LEFT, OPENED, OPENED_BACKWARDS, REPLACED, is_plain
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -73,9 +74,56 @@ class Report:
 
 
 _lock = threading.RLock()  # a signal handler or a finalizer may call torch while it is held
-_mode_stack: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack
 # Errors after which torch computes the call, or raises an error of its own for it.
 _NOT_SERVED = (UnsupportedError, InvalidProblemError, IndexOutOfRangeError, DeviceMismatchError, TypeError)
+
+
+class _Block(TorchFunctionMode):
+    """What lies on torch's stack for one block of a switch, and lets everything pass once that is over.
+
+    An interrupt inside a function of torch's that is written in Python may put it back on the stack after its end.
+    """
+
+    def __init__(self, switch: "Switch") -> None:
+        super().__init__()
+        self.switch = switch
+        self.entered = self.over = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.over:
+            return func(*args, **(kwargs or {}))
+        return self.switch.__torch_function__(func, types, args, kwargs)
+
+    def end(self, *error: object) -> None:
+        self.over = True
+        if self.entered:
+            modes.remove(self)
+        elif error:  # the end was called by its name
+            Switch.__exit__(self.switch)
+
+
+class _Entering(threading.local):
+    block: _Block | None = None
+
+
+_entering = _Entering()  # what the next `__enter__` of this thread is for
+
+
+class _End:
+    """The `__exit__` of a switch: of the block that the interpreter asks it for."""
+
+    def __get__(self, switch: "Switch | None", owner: type) -> Callable[..., None]:
+        if switch is None:
+            return self  # contextlib.ExitStack calls it with the switch
+        block = _entering.block = _Block(switch)
+        return held(block.end)
+
+    def __call__(self, switch: "Switch", *error: object) -> None:
+        """End the innermost block of a switch."""
+        for mode in reversed(modes.stack()):
+            if isinstance(mode, _Block) and mode.switch is switch and not mode.over:
+                mode.end()
+                return
 
 
 class Switch(TorchFunctionMode):
@@ -88,6 +136,19 @@ class Switch(TorchFunctionMode):
         super().__init__()
         self._counts: Counter[tuple[str, bool, str]] = Counter()
         self._operators: Counter[str] = Counter()
+
+    def __enter__(self) -> Self:
+        for mode in modes.stack():
+            if isinstance(mode, _Block) and mode.over:
+                modes.remove(mode)
+        block, _entering.block = _entering.block, None
+        if block is None or block.switch is not self or block.over:
+            block = _Block(self)  # not entered by a `with` statement
+        block.entered = True
+        modes.push(block)
+        return self
+
+    __exit__ = _End()
 
     def __call__(self, function: Function) -> Function:
         """The function with a block of this switch around every call; a generator runs in it, but not its caller."""
@@ -113,7 +174,7 @@ class Switch(TorchFunctionMode):
 
     def _comes_again(self) -> bool:
         """Whether what is passed on meets this switch once more, which was entered in its own block."""
-        return self in _mode_stack()
+        return self in _active()
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _count_traced(self, function: str, replaced: bool, reason: str) -> None:
@@ -126,7 +187,9 @@ class Switch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():
-            if func is checkpoint:  # which would be traced without the switch; this way it stays out of the graph
+            if func is checkpoint:  # which would be traced without the switch
+                with self:  # changes the stack once outside of the checkpoint, in which the first change is refused
+                    pass
                 return func(self._entered(args[0]), *args[1:], **(kwargs or {}))
             return self._handle(func, args, kwargs or {})
         return self._handle_eagerly(func, types, args, kwargs or {})
@@ -170,11 +233,20 @@ class Switch(TorchFunctionMode):
 
 # As a frame of its own it would be taken for a graph; inlined into one it is traced as ever.
 skip_code(Switch.__torch_function__.__code__)
+skip_code(_Block.__torch_function__.__code__)
+
+
+class _Traced(Switch):
+    """A switch that is made in code that torch.compile traces, which knows the ends of torch's own modes only."""
+
+    __enter__ = TorchFunctionMode.__enter__
+    __exit__ = TorchFunctionMode.__exit__
 
 
 def _active() -> list[Switch]:
     """The switches whose blocks this thread is in, from the outermost."""
-    return [mode for mode in _mode_stack() if isinstance(mode, Switch)]
+    found = [mode.switch if isinstance(mode, _Block) and not mode.over else mode for mode in modes.stack()]
+    return [mode for mode in found if isinstance(mode, Switch)]
 
 
 _NOT_HELD = checkpoints.hold(_active)
@@ -220,9 +292,9 @@ def use(function: Function | None = None) -> Switch | Function:
     checkpoint of `torch.utils.checkpoint` that was made in it, wherever the gradient is computed; for checkpoints of
     other libraries compute the gradient in the block.
 
-    What torch.compile traces inside it is replaced too and counted once for each trace; what compiled code runs later
-    is counted by the operators' names. A checkpoint in there breaks the graph and runs as in eager mode. Inductor fuses
-    the elementwise operations between those to other bits than eager mode has. TorchScript is out of reach and not
-    listed.
+    What torch.compile traces inside it, checkpoints included, is replaced too and counted once for each trace; what
+    compiled code runs later is counted by the operators' names. Inductor fuses the elementwise operations between those
+    to other bits than eager mode has. TorchScript is out of reach and not listed.
     """
-    return Switch() if function is None else Switch()(function)
+    switch = _Traced() if torch.compiler.is_compiling() else Switch()
+    return switch if function is None else switch(function)
