@@ -6,40 +6,13 @@ import threading
 
 import numpy as np
 import pytest
+from steps import at_step, interrupt
 
 import isograd as ig
 from isograd.losses import accumulator
 
 X = np.arange(1, 9, dtype=np.float32)
 SUM = 36
-
-
-def at_step(number, function, action):
-    """Call function() and, before the step of its bytecode with this number, action(); False if it has fewer steps."""
-    steps = 0
-
-    def trace(frame, event, argument):
-        nonlocal steps
-        if frame.f_code.co_filename != accumulator.__file__:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            steps += 1
-            if steps == number:
-                sys.settrace(None)
-                action()
-        return trace
-
-    sys.settrace(trace)
-    try:
-        function()
-    finally:
-        sys.settrace(None)
-    return steps >= number
-
-
-def interrupt():
-    raise KeyboardInterrupt
 
 
 def filled(parts):
@@ -69,7 +42,7 @@ def test_an_interrupt_at_any_step(call, before):
     while True:
         total = filled(before)
         try:
-            if not at_step(number, lambda: calls[call](total), interrupt):  # noqa: B023 - called at once
+            if not at_step(number, lambda: calls[call](total), interrupt, accumulator.__file__):  # noqa: B023 - called at once
                 break
         except KeyboardInterrupt:
             pass
@@ -93,7 +66,8 @@ def test_a_handler_that_adds_at_any_step(call, before):
     while True:
         total = filled(before)
         inside = lambda: (total.add(X), total.total())  # noqa: B023, E731 - called at once
-        if not at_step(number, lambda: total.add(X) if call == "add" else total.total(), inside):  # noqa: B023
+        function = lambda: total.add(X) if call == "add" else total.total()  # noqa: B023, E731
+        if not at_step(number, function, inside, accumulator.__file__):
             break
         assert total.total() == (before + 1 + (call == "add")) * SUM
         number += 1
