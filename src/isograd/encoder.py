@@ -12,19 +12,17 @@ compiled every kernel, so nothing is compiled during capture.
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from types import TracebackType
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from isograd import arrays
+from isograd.blocks import BlockEnd
 from isograd.errors import DeviceMismatchError, InvalidProblemError, RecordingError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -40,31 +38,45 @@ Placement = tuple[int, tuple[int, ...], tuple[int, ...]]
 def current() -> Encoder | None:
     """The recording that is open in this thread."""
     encoder: Encoder | None = getattr(_local, "encoder", None)
-    if encoder is not None and encoder.was_left():
-        encoder.close()
+    if encoder is not None and encoder.state != "open":  # its block was let go of by another thread
+        _local.encoder = None
         return None
     return encoder
 
 
-class _BlockEnd:
-    """A method that ends a `with` block, and a way to know that the block was left without it.
+class _Unguarded:
+    """A block in which the library itself may touch results that are not there yet."""
 
-    An interrupt may come as the method is called, before its first line. The interpreter holds what it is going to
-    call for as long as the block runs, and nobody else does: the weak reference `block` dies with the block.
-    """
+    __slots__ = ("_before", "_guard")
 
-    def __init__(self, method: Callable[..., None]) -> None:
-        self._method = method
+    def __init__(self, guard: Any) -> None:
+        self._guard, self._before = guard, guard.suspended
 
-    def __get__(self, instance: Any, owner: type) -> Callable[..., None]:
-        if instance is None:
-            return self  # contextlib.ExitStack calls it with the instance
-        end = functools.partial(self._method, instance)
-        instance.block = weakref.ref(end)
-        return end
+    def __enter__(self) -> None:
+        self._guard.suspended = True
 
-    def __call__(self, *arguments: Any) -> None:
-        self._method(*arguments)
+    def _restore(self, *error: object) -> None:
+        self._guard.suspended = self._before
+
+    __exit__ = BlockEnd(_restore)
+
+
+class _Capture:
+    """A block whose work on the current stream becomes a CUDA graph."""
+
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
+
+    def __enter__(self) -> None:
+        self._graph.capture_begin(capture_error_mode="thread_local")
+
+    def _end(self, *error: object) -> None:
+        import torch
+
+        if torch.cuda.is_current_stream_capturing():
+            self._graph.capture_end()
+
+    __exit__ = BlockEnd(_end)
 
 
 class _Conversion(NamedTuple):
@@ -121,20 +133,19 @@ class Encoder:
         self._read: dict[Placement, tuple[str, Any]] = {}
         self._guard: Any = None
         self._graph: Any = None
-        self.block: weakref.ref[Any] | None = None
 
     def __enter__(self) -> Self:
         if current() is not None:
             raise RecordingError("Encoder: this thread is recording already; leave the other block first")
         if self._state != "new":
             raise RecordingError(f"Encoder: the recording is {self._state}; an encoder records once, make another")
-        if hasattr(sys.modules.get("torch"), "Tensor"):
-            from isograd.torch.guard import PendingGuard
-
-            self._guard = PendingGuard()
-            self._guard.__enter__()
         self._state = "open"
         try:
+            if hasattr(sys.modules.get("torch"), "Tensor"):
+                from isograd.torch.guard import PendingGuard
+
+                self._guard = PendingGuard()
+                self._guard.__enter__()
             recordings.add(self)
             _local.encoder = self
         except BaseException:
@@ -142,38 +153,33 @@ class Encoder:
             raise
         return self
 
-    def _leave(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _leave(self, *error: object) -> None:
+        if not error:  # an interrupt came before
+            if self._state == "open":
+                self.close()
+            return
         if self._state != "open" or current() is not self:
             raise RecordingError(f"Encoder: its block is left while it is {self._state}; use one `with` statement")
         launches = self._launches
-        try:
-            if self._guard is not None:
-                self._guard.__exit__(kind, error, trace)
-        finally:
-            self.close()
-        if kind is None:
+        self.close()
+        if error[0] is None:
             self._launches = launches
             self._require_arguments()
             self._run()
             self._state = "submitted"
 
-    __exit__ = _BlockEnd(_leave)
-
-    def was_left(self) -> bool:
-        """Whether an interrupt has ended the block before the encoder could."""
-        return self.block is not None and self.block() is None
+    __exit__ = BlockEnd(_leave)
 
     def close(self) -> None:
         """Record no more, and forget what was recorded."""
         self._state = "discarded"
         self._launches = []
         if self._guard is not None:
-            self._guard.suspended = True  # where it could not be taken off torch's stack
+            self._guard.leave()
             self._guard = None
         recordings.discard(self)
-        _local.encoder = None
+        if getattr(_local, "encoder", None) is self:
+            _local.encoder = None
 
     def __len__(self) -> int:
         return len(self._launches)
@@ -255,17 +261,9 @@ class Encoder:
         self._conversions[id(copy)] = _Conversion(array, copy)
         return copy
 
-    @contextmanager
-    def unguarded(self) -> Iterator[None]:
+    def unguarded(self) -> AbstractContextManager[None]:
         """Let the library itself touch results that are not there yet."""
-        if self._guard is None:
-            yield
-            return
-        suspended, self._guard.suspended = self._guard.suspended, True
-        try:
-            yield
-        finally:
-            self._guard.suspended = suspended
+        return nullcontext() if self._guard is None else _Unguarded(self._guard)
 
     def _mark_written(self) -> None:
         for launch in self._launches:
@@ -293,12 +291,8 @@ class Encoder:
 
         graph = torch.cuda.CUDAGraph()
         stream: Any = torch.cuda.Stream(self._place)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                self._run()
-            finally:
-                graph.capture_end()
+        with torch.cuda.stream(stream), _Capture(graph):
+            self._run()
         return graph
 
 

@@ -1,18 +1,8 @@
 """Every error the library raises on purpose. Each class is also a standard one, so that `except ValueError` works."""
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Self
-
 
 class IsogradError(Exception):
     """Base of all errors of the library."""
-
-    def spelled(self, **names: str) -> Self:
-        """The error in a caller's words: each of the names, of operands or of an operation, replaced by its own."""
-        pattern = rf"\b({'|'.join(names)})\b"
-        return type(self)(re.sub(pattern, lambda found: names[found[0]], str(self)))
 
 
 class InvalidProblemError(IsogradError, ValueError):
@@ -51,12 +41,3 @@ class MissingGradientError(IsogradError, KeyError):
     """A variable that `Tape.backward` returned no gradient for, because it is no leaf that was there."""
 
     __str__ = Exception.__str__  # KeyError's shows the text as a literal
-
-
-@contextmanager
-def spelled(**names: str) -> Iterator[None]:
-    """Errors of plans that the block runs, in the words of the function that was called: see `IsogradError.spelled`."""
-    try:
-        yield
-    except IsogradError as error:
-        raise error.spelled(**names) from None

@@ -56,26 +56,32 @@ class named:  # noqa: N801 - a block
     at: the axis that the caller means, where the plan sees it in front. The arguments are called as the plan has them.
     """
 
-    __slots__ = ("arguments", "at", "operation")
+    __slots__ = ("_depth", "_namings", "arguments", "at", "operation")
 
     def __init__(self, operation: str, *, at: int | None = None, **arguments: str) -> None:
         self.operation, self.at, self.arguments = operation, at, arguments
+        self._namings = _called.namings
+        self._depth = len(self._namings)
 
     def __enter__(self) -> None:
-        _called.namings.append(self)
+        self._namings.append(self)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        _called.namings.pop()
-        if isinstance(error, IsogradError):
-            error.args = (self._renamed(str(error)),)
+    def _leave(self, *error: object) -> None:
+        del self._namings[self._depth :]
+        if error and isinstance(error[1], IsogradError):
+            self.renamed(error[1])
 
-    def _renamed(self, message: str) -> str:
-        _, _, rest = message.partition(": ")
+    __exit__ = BlockEnd(_leave)
+
+    def renamed(self, error: IsogradError) -> IsogradError:
+        """The error, which now speaks of the function that was called."""
+        _, _, rest = str(error).partition(": ")
         if self.at is not None:
             rest = rest.replace("; axis 0 of size", f"; axis {self.at} of size", 1)
-        # An argument stands in front, and where a sentence goes on with it.
-        rest = re.sub(r"(^|[;,] )(\w+)", lambda m: m[1] + self.arguments.get(m[2], m[2]), rest)
-        return f"{self.operation}: {rest}"
+        # An argument stands in front, where a sentence goes on with it, and where two share memory.
+        rest = re.sub(r"(^|[;,] | overlaps )(\w+)", lambda m: m[1] + self.arguments.get(m[2], m[2]), rest)
+        error.args = (f"{self.operation}: {rest}",)
+        return error
 
 
 def names() -> tuple[Any, ...]:
@@ -176,7 +182,7 @@ class debug:  # noqa: N801 - a switch that reads like a function
     def __enter__(self) -> debug:
         return self
 
-    def _restore(self) -> None:
+    def _restore(self, *error: object) -> None:
         global _debugging
         _debugging = self._before
 

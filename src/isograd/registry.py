@@ -123,7 +123,7 @@ class Preference(tuple[str, ...]):
     def __enter__(self) -> Preference:
         return self
 
-    def _restore(self) -> None:
+    def _restore(self, *error: object) -> None:
         _exchange(tuple(self))
 
     __exit__ = BlockEnd(_restore)

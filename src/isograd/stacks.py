@@ -51,13 +51,15 @@ def roomy() -> bool:
     return known.roomy
 
 
-def start(function: Callable[..., None], *arguments: Any) -> None:
+def start(function: Callable[..., None], *arguments: Any, first: Callable[[], object] = bool) -> None:
     """Call a function in a new thread, which the process does not wait for; RuntimeError where none can be had.
 
-    Unlike `threading.Thread` it holds no lock that an interrupt could leave locked.
+    first: a function in C that notes that the thread is being started. Unlike `threading.Thread` this holds no lock
+    that an interrupt could leave locked.
     """
     before: list[int] = []
     steps: tuple[Callable[[], Any], ...] = (
+        first,
         partial(before.extend, map(_thread.stack_size, (STACK,))),
         partial(_thread.start_new_thread, function, arguments),
         partial(list, map(_thread.stack_size, before)),
@@ -100,9 +102,8 @@ def call(function: Callable[..., Any], *arguments: Any, meanwhile: Callable[[], 
     outcome: list[Any] = []
     done = _thread.allocate_lock()
     done.acquire()
-    _unfinished.add(done)
     try:
-        start(_report, function, arguments, outcome, done)
+        start(_report, function, arguments, outcome, done, first=partial(_unfinished.add, done))
     except RuntimeError:
         _unfinished.discard(done)
         raise

@@ -5,18 +5,18 @@ keeps a `Launcher` for every kernel of a problem, under a key of everything that
 so); then a launch costs a dictionary look-up and the driver's call. Tensors on the CPU go to Triton's interpreter.
 """
 
-import contextlib
 import contextvars
 import functools
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from isograd import compilation, launches
+from isograd.blocks import BlockEnd
 
 kept = functools.lru_cache(maxsize=4096)
 
@@ -70,23 +70,27 @@ def _with_scratch(run: Callable[..., None]) -> Callable[..., None]:
     return launch_with_scratch
 
 
-@contextlib.contextmanager
-def compilation_told() -> Iterator[None]:
+class compilation_told:  # noqa: N801 - a block
     """Say what is compiled in the block, and not what Triton finds on disk; a listener of the user's hears it too."""
-    knobs, began = triton.knobs.compilation, time.monotonic()
-    before = knobs.listener
 
-    def listen(*, cache_hit: bool, **details: Any) -> None:
+    __slots__ = ("_before", "_began")
+
+    def __init__(self) -> None:
+        self._before, self._began = triton.knobs.compilation.listener, time.monotonic()
+
+    def __enter__(self) -> None:
+        triton.knobs.compilation.listener = self._listen
+
+    def _listen(self, *, cache_hit: bool, **details: Any) -> None:
         if not cache_hit:
-            compilation.add(time.monotonic() - began, "GPU", triton.knobs.cache.dir)
-        if before is not None:
-            before(cache_hit=cache_hit, **details)
+            compilation.add(time.monotonic() - self._began, "GPU", triton.knobs.cache.dir)
+        if self._before is not None:
+            self._before(cache_hit=cache_hit, **details)
 
-    try:
-        knobs.listener = listen
-        yield
-    finally:
-        knobs.listener = before
+    def _restore(self, *error: object) -> None:
+        triton.knobs.compilation.listener = self._before
+
+    __exit__ = BlockEnd(_restore)
 
 
 def submit(

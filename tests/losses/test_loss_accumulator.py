@@ -1,6 +1,7 @@
 """LossAccumulator: the exact sum, rounded once, however the losses were split, ordered and merged."""
 
 import pickle
+import struct
 from fractions import Fraction
 
 import numpy as np
@@ -41,8 +42,8 @@ def test_the_sum_is_exact_and_free_of_order(dtype, parts, seed):
         for piece in np.array_split(shuffled, rng.integers(1, 5)):
             (total if rng.random() < 0.5 else other).add(piece)
         total.merge(other)
-        assert total.total().tobytes() == expected.tobytes()
-        assert type(total.total()) is type(expected)
+        assert np.dtype(dtype).type(total.total()).tobytes() == expected.tobytes()
+        assert type(total.total()) is float
 
 
 def test_a_sum_in_floats_would_differ():
@@ -64,8 +65,7 @@ def test_special_losses(dtype):
         total = ig.LossAccumulator(dtype)
         for x in losses:
             total.add(np.array([x], dtype))
-        np.testing.assert_equal(total.total(), np.dtype(dtype).type(expected))
-        np.testing.assert_equal(total.mean(2), np.dtype(dtype).type(expected))
+        np.testing.assert_equal((total.total(), total.mean(2)), (expected, expected))
     largest = np.finfo(dtype).max
     total = ig.LossAccumulator(dtype)
     total.add(np.full(3, largest, dtype))
@@ -127,10 +127,10 @@ def test_losses_of_both_signs_round_alike(dtype, step):
 
 
 def test_the_mean_of_nothing_is_the_canonical_nan():
-    for dtype, nan in (("float32", 0x7FC00000), ("float64", 0x7FF8000000000000)):
+    for dtype in BITS:
         mean = ig.LossAccumulator(dtype).mean(0)
-        assert type(mean) is np.dtype(dtype).type
-        assert int(mean.view(f"uint{8 * mean.itemsize}")) == nan
+        assert type(mean) is float
+        assert struct.pack(">d", mean).hex() == "7ff8000000000000"
 
 
 def test_names_of_dtypes_only():

@@ -6,6 +6,7 @@ pytest.importorskip("torch.library", reason="needs torch")
 import torch
 from torch._dynamo.backends.registry import lookup_backend
 
+import isograd as ig
 import isograd.torch as igt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -205,3 +206,17 @@ def test_compiled_forward_mode(name):
     x = X[:2, :4]
     compiled = torch.compile(transformed, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), transformed(x))
+
+
+@pytest.mark.parametrize("name", ["gumbel_softmax seed", "gumbel_softmax offset", "attention seed"])
+def test_words_of_64_bits_reach_a_graph_whose_symbols_have_63(name):
+    function, tensor, _ = CALLS[name]
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+    for value in (5, 2**63 - 1, 2**63, 2**63 + 5, 2**64 - 1):
+        assert torch.equal(compiled(tensor, value), function(tensor, value))
+    broken = torch.compile(function, backend="aot_eager", dynamic=True)  # no graph can raise
+    message = name.replace(" ", ": ") + " is {}; accepted: integers from 0 to 2"
+    for value in (-1, 2**64):
+        with pytest.raises(ig.InvalidProblemError, match=message.format(value)):
+            broken(tensor, value)

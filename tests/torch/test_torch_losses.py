@@ -385,7 +385,7 @@ def test_a_count_that_is_no_number():
         lambda count: ig.cross_entropy(logits, targets, count=count),
         lambda count: ig.linear_cross_entropy(hidden, matrix, words, count=count),
     ):
-        for count in (torch.tensor([7]), torch.tensor(True), torch.tensor(7j), "7", True):
+        for count in (torch.tensor([7]), torch.tensor(True), torch.tensor(7j), "7", True, 0, 0.0, -0.0):
             with pytest.raises(ig.InvalidProblemError, match="cross_entropy: count"):
                 call(count)
         with pytest.raises(ig.DeviceMismatchError, match="cross_entropy: count is on meta"):

@@ -17,7 +17,8 @@ from isograd.attention.descriptors import (
 from isograd.attention.options import AttentionOptions, Window
 from isograd.attention.plans import AttentionBackwardPlan, AttentionDeltaPlan, AttentionPlan
 from isograd.attention.reference import AttentionGradients
-from isograd.errors import InvalidProblemError, spelled
+from isograd.errors import InvalidProblemError
+from isograd.faults import named
 from isograd.plan import Plan
 from isograd.typing import Alignment, AttentionKeywords, DataT, Layout
 
@@ -144,7 +145,7 @@ def attention(
     plan = _plan(AttentionPlan, descriptor, call.device)
     o = call.empty(plan.descriptor.o_shape, descriptor.dtype) if out is None else out
     lse = functional.empty(plan.descriptor.lse_shape, descriptor.work, call.like)
-    with spelled(o="out"):
+    with named(name, o="out"):
         arrays.describe(encoder.unwrapped(o), name, "o")
         functional.run(plan, **call.inputs, o=call.view(o), lse=lse)
     o = restore(functional.promised(name, o)) if out is None else out

@@ -79,28 +79,29 @@ class LossAccumulator:
             raise InvalidProblemError(f"LossAccumulator.merge: other is {given}; expected one of dtype {self.dtype}")
         self._parts.append(other._sum(other._parts[:]))
 
-    def total(self) -> Any:
-        """The sum, rounded to the dtype once: a NumPy scalar. Without losses it is +0."""
+    def total(self) -> float:
+        """The sum, rounded to the dtype once, as a Python number. Without losses it is +0."""
         units, special = self._fold()
         if special:
-            value = np.nan if special not in (1, 2) else np.inf if special == 1 else -np.inf
-            return np.dtype(self.dtype).type(value)
+            return np.nan if special not in (1, 2) else np.inf if special == 1 else -np.inf
         with default_environment(), np.errstate(all="ignore"):
             form = FORMATS[np.dtype(self.dtype)]
-            return round_integer(units, -QUANTUM_BITS[self.dtype], form)
+            return float(round_integer(units, -QUANTUM_BITS[self.dtype], form))
 
-    def mean(self, count: Any) -> Any:
-        """The sum over the count of all micro-batches (or over their weights): RN(total / RN(count)).
+    def mean(self, count: Any) -> float:
+        """The sum over the count of all micro-batches (or over their weights): RN(total / RN(count)), NaN for 0 / 0.
 
-        count: a number, or an array or tensor of one without dimensions.
+        A number of the dtype as a Python number. count: a number, or an array or tensor of one without dimensions.
         """
         name = "LossAccumulator.mean"
         if arrays.is_tensor(count):
             count = count.detach().cpu()  # as the losses are fetched
-        given = real_number(name, "count", checked_count(name, count, None))
+        if arrays.is_tensor(count) or isinstance(count, np.ndarray):
+            count = checked_count(name, count, None)
+        given = real_number(name, "count", count)
         with default_environment(), np.errstate(over="ignore"):
-            divisor = np.dtype(self.dtype).type(given)
-        return divided(self.total(), divisor)[()]
+            work = np.dtype(self.dtype).type
+            return float(divided(work(self.total()), work(given)))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"dtype": self.dtype, "sum": tuple(self._fold())}

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd import functional
-from isograd.errors import InvalidProblemError, spelled
+from isograd.errors import InvalidProblemError
+from isograd.faults import named
 from isograd.losses import cross_entropy as steps
 from isograd.losses import linear_cross_entropy as linear
 from isograd.losses.cross_entropy import Options
@@ -98,8 +99,9 @@ def cross_entropy(
     ignore_index: rows with this target have loss and gradient 0. label_smoothing: ε from 0 to 1; the target
     distribution is `(1 - ε) y + ε / classes`. z_loss: z, which adds `z · log(Σ exp x)²`. reduction: "mean", over the
     weights of the targets that are not ignored (probabilities: over the rows), "sum", or "none" for the losses of the
-    rows. count: what the mean divides by instead, a number or an array of one without dimensions, which on a GPU is not
-    waited for; with the count of a whole batch the gradients of its parts have the bits that they have in one piece.
+    rows. count: what the mean divides by instead, a number other than 0, or an array of one without dimensions, which
+    on a GPU is not waited for; with the count of a whole batch the gradients of its parts have the bits that they have
+    in one piece.
 
     return_gradient: return (loss, gradient of the logits), computed in one pass. dloss: the gradient of the loss (1).
     out: where the gradient goes; the logits themselves are accepted, which then hold it. return_state: return (loss,
@@ -134,7 +136,7 @@ def cross_entropy(
     dloss = taken.pop("dloss", dloss)
     given = steps.problem(name, **taken, options=options)
     dlosses = steps.row_gradients(given, dloss)
-    with spelled(cross_entropy_gradient=name, dlogits="out"):
+    with named(name, dlogits="out"):
         losses, dlogits = steps.fused(given, dlosses, out)
     return restore(steps.reduced(given, losses)), dlogits if out is not None else restore(dlogits)
 
@@ -190,7 +192,7 @@ def cross_entropy_backward(
     options = Options(axis, ignore_index, label_smoothing, z_loss, reduction, count)
     given = steps.problem(name, **taken, options=options)
     dlosses = steps.row_gradients(given, dloss)
-    with spelled(cross_entropy_gradient=name, dlogits="out"):
+    with named(name, dlogits="out"):
         dlogits = steps.fused(given, dlosses, out)[1] if state is None else steps.backward(given, dlosses, state, out)
     return dlogits if out is not None else restore(dlogits)
 
@@ -289,7 +291,7 @@ def linear_cross_entropy(
     if not return_gradient:
         return restore(linear.reduced(given, linear.forward(given)))
     dlosses = linear.row_gradients(given, dloss)
-    with spelled(linear_cross_entropy_gradient=name):
+    with named(name):
         losses, dhidden, *rest = linear.gradient(given, dlosses)
     dhidden = functional.reshaped(name, "dhidden", dhidden, (*given.row_shape, given.fields[1]))
     return tuple(restore(a) for a in (linear.reduced(given, losses), dhidden, *rest))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from numpy.typing import NDArray
 
 from isograd import arrays, functional
-from isograd.errors import spelled
+from isograd.faults import named
 from isograd.losses.divergence_plans import (
     DistillationLossBackwardDescriptor,
     DistillationLossBackwardPlan,
@@ -212,6 +212,6 @@ def distillation_loss_backward(
     device, fields = _fields(operation, taken[1:], temperature, reduction)
     plan = functional.plan(DistillationLossBackwardPlan, DistillationLossBackwardDescriptor(*fields), device)
     dstudent = functional.empty(tuple(taken[1].shape), plan.descriptor.dtype, taken[1]) if out is None else out
-    with spelled(dstudent="out"):
+    with named(operation, dstudent="out"):
         result = functional.run(plan, **dict(zip(given, taken, strict=True)), dstudent=dstudent)
     return restore(result) if out is None else out

@@ -4,7 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from isograd.errors import InvalidProblemError, spelled
+from isograd.errors import InvalidProblemError
+from isograd.faults import named
 from isograd.losses import linear_bounds as bounds
 from isograd.losses.cross_entropy_plans import CrossEntropyDescriptor
 from isograd.losses.cross_entropy_reference import IGNORE_INDEX
@@ -66,7 +67,7 @@ class LinearDescriptor(Descriptor):
         checked_dtype(name, self.target_dtype, INDEX_DTYPES, "target_dtype")
         if classes == 0:
             raise InvalidProblemError(f"{name}: weight has no rows; expected one for each class")
-        with spelled(cross_entropy=name):
+        with named(name):
             inner = self.logits.validated()
         (chunk,) = checked_shape(name, "chunk", (self.chunk,))
         return dataclasses.replace(

@@ -49,6 +49,14 @@ def checked_integer(operation: str, argument: str, value: Any, bits: int) -> int
     return int(value)
 
 
+def signed(word: int) -> int:
+    """A word of 64 bits as the signed integer that an operator's schema holds.
+
+    A symbol of torch.compile's counts as one of int64, though larger numbers reach its place: no condition may ask.
+    """
+    return (word + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
 def work_name(dtype: str) -> str:
     """The name of the type that a storage type is computed in."""
     return "float64" if dtype == "float64" else "float32"

@@ -28,13 +28,21 @@ def plain(array: Any) -> Any:
     return arrays.numpy_view(array) if arrays.is_tensor(array) and array.is_cpu else array
 
 
+def counted(operation: str, count: Any) -> float:
+    """A plain number that a mean divides by; arrays, which may be on a GPU, are not looked into."""
+    number = real_number(operation, "count", count)
+    if number == 0:
+        raise InvalidProblemError(f"{operation}: count is {count!r}; expected a number other than 0")
+    return number
+
+
 def checked_count(operation: str, value: Any, like: Any) -> Any:
     """What a mean divides by: a number as a float, or None.
 
     A tensor without dimensions on the GPU of `like` stays one: reading it would wait for the GPU.
     """
     if value is None or not (arrays.is_tensor(value) or isinstance(value, np.ndarray)):
-        return None if value is None else real_number(operation, "count", value)
+        return None if value is None else counted(operation, value)
     if tuple(value.shape) or not _is_real(value):
         raise InvalidProblemError(
             f"{operation}: count has shape {tuple(value.shape)} and dtype {value.dtype}; expected a number, or an "

@@ -135,7 +135,7 @@ def _tiles(n: int, itemsize: int, arch: int, contiguous: bool, inner: int) -> Co
 @functools.lru_cache(maxsize=4096)
 def _problem(
     descriptor: _CrossEntropy, strides: tuple[tuple[int, ...], ...], state_part: int, itemsize: int, arch: int,
-    config: Configuration | None,
+    config: Configuration | None, code: int,
 ) -> _Problem:  # fmt: skip
     n, values = descriptor.classes, scalars(descriptor, None)
     problem = rows(descriptor.shape, strides, descriptor.axis)
@@ -145,7 +145,6 @@ def _problem(
     mode = mode if descriptor.by_index else kernels.PROBABILITIES
     # One that no index can have stands for one that int64 cannot hold.
     ignored = descriptor.ignore_index if -(2**63) <= descriptor.ignore_index < 2**63 else -(2**63)
-    code = faults.code(descriptor.operation, "targets", False)
     flags = (mode.value, descriptor.weighted, bool(values.z))
     return _Problem(n, problem, ignored, code, state_part, *flags, itemsize, config)
 
@@ -169,7 +168,8 @@ def _describe(
         else:
             strides.append(_inserted(arguments[name].stride()[1 if name == "state" else 0 :], axis))
     part = 0 if state is None else state.stride(0)
-    return _problem(descriptor, tuple(strides), part, x.element_size(), architecture(x), config)
+    code = faults.code(descriptor.operation, "targets", False)
+    return _problem(descriptor, tuple(strides), part, x.element_size(), architecture(x), config, code)
 
 
 # --- long rows, on Hopper and its successor --------------------------------------------------------------------------

@@ -9,6 +9,8 @@ import threading
 import uuid
 import warnings
 from collections.abc import Callable
+from itertools import compress
+from operator import call
 from pathlib import Path
 from typing import Any
 
@@ -209,13 +211,11 @@ _held: list[Any] = []
 
 def _hold() -> None:
     for owner in _locks:
-        owner._lock.acquire()
-        _held.append(owner)
+        _held.extend(compress((owner,), map(call, (owner._lock.acquire,))))  # taken and noted in one call into C
 
 
 def _release() -> None:
-    while _held:
-        _held.pop()._lock.release()
+    list(map(call, [*[owner._lock.release for owner in _held], _held.clear]))
 
 
 def _release_in_child() -> None:
@@ -227,3 +227,5 @@ def _release_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_release_in_child)
+    # An interrupt that came during the fork is raised as the first of the functions behind it begins.
+    os.register_at_fork(after_in_parent=_release, after_in_child=_release)

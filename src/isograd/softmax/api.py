@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from isograd import arrays, encoder, registry
 from isograd.errors import IsogradError
+from isograd.faults import named
 from isograd.numerics.storage import dtype_name
 from isograd.plan import integer
 from isograd.softmax.plans import SoftmaxBackwardDescriptor, SoftmaxBackwardPlan, SoftmaxDescriptor, SoftmaxPlan
@@ -40,7 +41,7 @@ def _forward(kind: str, x: Any, axis: int, out: Any) -> Any:
         try:
             plan.run(x=x, y=y)
         except IsogradError as error:
-            raise error.spelled(y="out") from None
+            raise named(kind, y="out").renamed(error) from None
         return encoder.result(kind, y) if encoder.recordings and out is None else y
     if arrays.is_tensor(x):
         from isograd.torch import functional
@@ -68,7 +69,7 @@ def _backward(kind: str, dy: Any, y: Any, axis: int, out: Any) -> Any:
         try:
             plan.run(dy=dy, y=y, dx=dx)
         except IsogradError as error:
-            raise error.spelled(dx="out") from None
+            raise named(f"{kind}_backward", dx="out").renamed(error) from None
         return encoder.result(f"{kind}_backward", dx) if encoder.recordings and out is None else dx
     name = f"{kind}_backward"
     if arrays.is_tensor(dy) or arrays.is_tensor(y):

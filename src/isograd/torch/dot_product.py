@@ -11,7 +11,7 @@ from isograd.attention import problem
 from isograd.attention.descriptors import DIM_STEP, LEAST_DIM, MOST_DIM
 from isograd.attention.options import AttentionOptions, Window, default_scale
 from isograd.errors import DeviceMismatchError, InvalidProblemError, UnsupportedError
-from isograd.losses.promises import checked_integer
+from isograd.losses.promises import checked_integer, signed
 from isograd.torch.indexing import enter
 from isograd.torch.ops_attention import ATTENTION
 from isograd.torch.tensors import require_dense, require_tensor
@@ -79,7 +79,7 @@ def _seed(name: str, dropout_p: float, seed: int | None, device: torch.device) -
         return None
     if seed is not None:
         word = checked_integer(name, "seed", seed, 64)
-        return torch.tensor(word - (1 << 64) if word >> 63 else word, device="cpu")
+        return torch.tensor(signed(word), device="cpu")
     if device.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             f"{name}: a seed for dropout is drawn while a CUDA graph is captured, which would repeat it at every "

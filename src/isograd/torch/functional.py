@@ -7,6 +7,7 @@ from torch import Tensor
 
 from isograd import encoder, registry
 from isograd.errors import IsogradError, UnsupportedError
+from isograd.faults import named
 from isograd.torch import ops, tensors
 
 
@@ -48,7 +49,7 @@ def _forward_into(kind: str, x: Tensor, dim: int, out: Any, name: str) -> Tensor
     try:
         plan.run(x=x, y=_at_least_1d(out))
     except IsogradError as error:
-        raise error.spelled(x=name, y="out") from None
+        raise named(kind, x=name, y="out").renamed(error) from None
     result: Tensor = out
     return result
 
@@ -85,7 +86,7 @@ def _backward_into(kind: str, dy: Tensor, y: Tensor, dim: int, out: Any) -> Tens
     try:
         plan.run(dy=_at_least_1d(dy), y=y, dx=_at_least_1d(out))
     except IsogradError as error:
-        raise error.spelled(dx="out") from None
+        raise named(f"{kind}_backward", dx="out").renamed(error) from None
     result: Tensor = out
     return result
 

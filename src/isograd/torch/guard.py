@@ -8,6 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 from isograd import arrays
 from isograd.errors import RecordingError
+from isograd.torch import modes
 
 # What does not look at a tensor's contents.
 _PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_cpu", "is_cuda",
@@ -50,6 +51,11 @@ class PendingGuard(TorchFunctionMode):
         super().__init__()
         self.pending: list[tuple[str, Tensor]] = []
         self.suspended = False
+
+    def leave(self) -> None:
+        """Guard no more, also where this comes from another thread than the one on whose stack of modes it lies."""
+        self.suspended = True
+        modes.remove(self)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -8,7 +8,7 @@ from torch import Tensor
 from isograd.errors import InvalidProblemError, UnsupportedError
 from isograd.losses import promises
 from isograd.losses.linear_cross_entropy import checked_preference
-from isograd.losses.reductions import checked_reduction
+from isograd.losses.reductions import checked_reduction, counted
 from isograd.plan import real_number
 from isograd.torch.indexing import enter
 from isograd.torch.ops_cross_entropy import CROSS_ENTROPY
@@ -36,7 +36,7 @@ def _constant(operation: str, weight: Tensor | None, name: str) -> Tensor | None
 def _count(operation: str, count: Any, operand: Tensor) -> tuple[float | None, Tensor | None]:
     """What a mean divides by: the number, or the tensor that it is in and stays in."""
     if count is None or not isinstance(count, Tensor):
-        return None if count is None else real_number(operation, "count", count), None
+        return None if count is None else counted(operation, count), None
     require_count(operation, count, operand.device)
     return None, count
 
@@ -220,8 +220,7 @@ def gumbel_softmax(
     require_dense(name, logits, "logits")
     scale = real_number(name, "tau", tau)
     words = [promises.checked_integer(name, key, value, 64) for key, value in (("seed", seed), ("offset", offset))]
-    words = [word - (1 << 64) if word >> 63 else word for word in words]
-    return GUMBEL_SOFTMAX(logits, scale, bool(hard), integer(name, "dim", dim), *words)  # type: ignore[no-any-return]
+    return GUMBEL_SOFTMAX(logits, scale, bool(hard), integer(name, "dim", dim), *map(promises.signed, words))  # type: ignore[no-any-return]
 
 
 def sparsemax(input: Tensor, dim: int = -1) -> Tensor:  # noqa: A002

@@ -22,5 +22,6 @@ def remove(mode: TorchFunctionMode) -> None:
     if mode not in modes:
         return
     above = modes[modes.index(mode) :]
-    back = [partial(push, other) for other in above if other is not mode]
-    list(map(call, [*[_pop] * len(above), *back]))  # one call into C, which no interrupt divides
+    steps: list[Callable[[], Any]] = [_pop] * len(above)
+    steps += [partial(push, other) for other in above if other is not mode]
+    list(map(call, steps))  # one call into C, which no interrupt divides
