@@ -293,6 +293,84 @@ def test_forks_while_another_thread_compiles(run_python):
     assert program(run_python, code, 0).split() == ["0", "0", "0"]
 
 
+def test_an_interrupted_fork_leaves_no_lock(run_python):
+    code = """
+    from isograd.numerics import numba_compile as compiling
+
+    def free():
+        owners = []
+        for owner in compiling._locks:
+            lock = owner._lock
+            thread = threading.Thread(
+                target=lambda: owners.append(lock.acquire(timeout=5) and not lock.release())  # noqa: B023
+            )
+            thread.start()
+            thread.join()
+        return owners
+
+    def forked():  # what the hooks around a fork do: an exception of one does not stop the others
+        for hook in (compiling._hold, compiling._release, compiling._release):
+            try:
+                hook()
+            except KeyboardInterrupt:
+                pass
+
+    step, done = 0, False
+    while not done:
+        step, seen = step + 1, 0
+
+        def profile(frame, event, argument):
+            global seen
+            seen += event in ("call", "c_return") and frame.f_code.co_filename == compiling.__file__
+            if seen == step:
+                seen += 1
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+        sys.setprofile(profile)
+        forked()
+        sys.setprofile(None)
+        done = seen < step
+        assert free() == [True, True], step
+        assert not compiling._held, step
+    print(step > 5)
+    """
+    assert program(run_python, code, 0) == "True"
+
+
+def test_a_call_in_a_new_thread_is_over_when_it_was_interrupted(run_python):
+    # The process waits in the end for those that are not.
+    code = """
+    from isograd import stacks
+    step, done = 0, False
+    while not done:
+        step, seen, ran = step + 1, 0, []
+
+        def profile(frame, event, argument):
+            global seen
+            seen += event in ("call", "c_return") and frame.f_code.co_filename == stacks.__file__
+            if seen == step:
+                seen += 1
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+        sys.setprofile(profile)
+        try:
+            stacks.call(ran.append, 1)
+        except KeyboardInterrupt:
+            pass
+        sys.setprofile(None)
+        done = seen < step
+        end = time.monotonic() + 20
+        while stacks._unfinished and time.monotonic() < end:
+            time.sleep(0.001)
+        assert not stacks._unfinished, step
+        assert threading.stack_size() == 0, step
+    print(step > 5)
+    """
+    assert program(run_python, code, 0) == "True"
+
+
 @pytest.mark.thorough
 def test_a_child_forked_in_the_midst_of_its_own_call(run_python):
     code = """
@@ -397,7 +475,7 @@ def test_blocks_whose_end_was_interrupted_have_ended(run_python):
     from isograd import faults, registry
 
     def state():
-        return faults._debugging, registry._preferred
+        return faults._debugging, registry._preferred, len(faults._called.namings)
 
     def stack(block):
         with contextlib.ExitStack() as blocks:
@@ -422,13 +500,14 @@ def test_blocks_whose_end_was_interrupted_have_ended(run_python):
         sys.setprofile(profile)
 
     before = state()
-    for make in (ig.debug, lambda: ig.prefer("triton")):
+    tracebacks = []
+    for make in (ig.debug, lambda: ig.prefer("triton"), lambda: faults.named("called")):
         for step in range(1, 20):
             inside = []
             try:
                 plain(make())
-            except KeyboardInterrupt:
-                pass
+            except KeyboardInterrupt as error:
+                tracebacks.append(error)  # whose frames end no block
             sys.setprofile(None)
             assert inside != [before], step
             assert state() == before, (step, state())

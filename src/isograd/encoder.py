@@ -155,7 +155,7 @@ class Encoder:
 
     def _leave(self, *error: object) -> None:
         if not error:  # an interrupt came before
-            if self._state == "open":
+            if self._state in ("open", "discarded"):  # discarded, but perhaps not to the end
                 self.close()
             return
         if self._state != "open" or current() is not self:

@@ -10,11 +10,12 @@ import torch
 from steps import at_step, interrupt
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+import isograd as ig
 import isograd.torch as igt
-from isograd import blocks
-from isograd.torch import modes, switch
+from isograd import blocks, encoder
+from isograd.torch import guard, modes, switch
 
-FILES = (__file__, blocks.__file__, modes.__file__, switch.__file__)
+FILES = (__file__, blocks.__file__, modes.__file__, switch.__file__, guard.__file__, encoder.__file__)
 X = torch.zeros(2, 3)
 
 
@@ -40,6 +41,11 @@ def with_an_error():
         raise KeyError
 
 
+def recording():
+    with ig.Encoder():
+        pass
+
+
 def under_another():
     switched.__enter__()
     with Other():
@@ -56,7 +62,7 @@ def alone():
         modes.remove(left[-1])
 
 
-@pytest.mark.parametrize("function", [plain, nested, with_an_error])
+@pytest.mark.parametrize("function", [plain, nested, with_an_error, recording])
 @pytest.mark.parametrize("kept", [False, True], ids=["", "traceback kept"])
 def test_an_interrupt_at_any_step_of_entry_and_end(function, kept):
     number, tracebacks = 1, []
@@ -72,6 +78,7 @@ def test_an_interrupt_at_any_step_of_entry_and_end(function, kept):
                 if kept:
                     tracebacks.append(error)
             assert _get_current_function_mode_stack() == [outer], number
+            assert encoder.current() is None
         assert not _get_current_function_mode_stack()
         if done:
             break
