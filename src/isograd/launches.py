@@ -35,7 +35,7 @@ class watched:  # noqa: N801 - a block
     def __enter__(self) -> None:
         _current.watcher = self._watcher
 
-    def _restore(self) -> None:
+    def _restore(self, *error: object) -> None:
         _current.watcher = self._before
 
     __exit__ = BlockEnd(_restore)

@@ -232,8 +232,8 @@ def small(kind):
     return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes)).train()
 
 
-# With the loss of balance, transformers takes the router's logits from forward, which a reentrant checkpoint runs without
-# gradients: that loss has none there, whoever computes it.
+# With the loss of balance, transformers takes the router's logits from forward, which a reentrant checkpoint runs
+# without gradients: that loss has none there, whoever computes it.
 MODELS = {"Llama": ["none", *KINDS], "Olmoe": ["none", *KINDS], "Olmoe balanced": ["none", "not reentrant"]}
 
 
