@@ -16,6 +16,8 @@ have all those of linear operations; other second derivatives are written with t
 torch's business and may differ between machines.
 """
 
+from typing import TYPE_CHECKING, Any
+
 try:
     import torch.library as _torch_library  # noqa: F401
 except ImportError as error:
@@ -43,7 +45,9 @@ from isograd.torch.routing import (
     moe_router,
     router_z_loss,
 )
-from isograd.torch.switch import Report, Switch, use
+
+if TYPE_CHECKING:
+    from isograd.torch.switch import Report, Switch, use
 
 __all__ = [
     "CrossEntropyLoss",
@@ -81,3 +85,13 @@ __all__ = [
     "topk",
     "use",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The switch, whose module loads torch._dynamo, when it is asked for."""
+    if name not in ("Report", "Switch", "use"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from isograd.torch import switch
+
+    globals().update(Report=switch.Report, Switch=switch.Switch, use=switch.use)
+    return globals()[name]
