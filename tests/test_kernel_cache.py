@@ -1,10 +1,12 @@
 """Kernels are kept on disk: what was damaged is compiled again, what cannot be kept too, and the user is told."""
 
 import errno
+import fcntl
 import importlib.util
 import itertools
 import logging
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numba
@@ -161,6 +163,33 @@ def test_seconds_add_up_to_a_warning(made, caplog):
     (record,) = caplog.records
     assert "2 seconds" in record.getMessage()
     assert "/somewhere" in record.getMessage()
+
+
+def test_processes_that_need_a_kernel_at_once_compile_it_once(made, tmp_path):
+    assert not found(made())
+    (entry,) = entries(tmp_path)
+    code = entry.read_bytes()
+    entry.unlink()
+    with open(f"{entry}.lock", "ab") as turn, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # another process compiles it
+        waiting = pool.submit(found, made())
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.3)
+        entry.write_bytes(code)
+        fcntl.flock(turn, fcntl.LOCK_UN)
+        assert waiting.result(timeout=60)
+    assert entries(tmp_path) == [entry]
+
+
+def test_nobody_waits_for_ever(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(numba_compile, "_PATIENCE", 0.1)
+    assert not found(made())
+    (entry,) = entries(tmp_path)
+    entry.unlink()
+    with open(f"{entry}.lock", "ab") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        assert not found(made())
+    assert entries(tmp_path) == [entry]
 
 
 def test_machine_code_is_made_of_kernels_alone(tmp_path, monkeypatch):

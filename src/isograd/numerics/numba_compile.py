@@ -1,18 +1,20 @@
 """How kernels and device functions are compiled: options, the cache on disk, and what has to be compiled yet."""
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import os
 import pickle
 import threading
+import time
 import uuid
 import warnings
 from collections.abc import Callable
 from itertools import compress
 from operator import call
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import llvmlite
 import numba
@@ -121,14 +123,18 @@ def _warn(problem: str, folder: str) -> None:
 
 
 _DIGEST = hashlib.sha256().digest_size
+_PATIENCE = 120.0  # seconds that another process may take to compile a kernel before it is compiled here as well
 
 
 class _KernelCache(FunctionCache):
     """One file for each signature and processor: a checksum, the digest of what was compiled, and the machine code.
 
     Numba's own cache unpickles whatever its files hold, and two processes that save at once may leave an index that
-    leads to the code of another signature. Here nothing is unpickled before its checksum was found right.
+    leads to the code of another signature. Here nothing is unpickled before its checksum was found right. Processes
+    that need a kernel at the same time, the ranks of a job say, wait for the first one, which compiles it for all.
     """
+
+    _turn: BinaryIO | None = None
 
     def _entry(self, sig: Any, codegen: Any) -> tuple[str, bytes]:
         """The path of a signature's file, and the digest of what its code is made from."""
@@ -146,11 +152,42 @@ class _KernelCache(FunctionCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         target_context.refresh()
-        found = self._load(*self._entry(sig, target_context.codegen()))
+        entry = self._entry(sig, target_context.codegen())
+        found = self._load(*entry)
         if found is None:
             compilation.begin("CPU", self._cache_path)
-            return None
+            self._take_turn(entry[0])
+            found = self._load(*entry)
+            if found is None:
+                return None
+            self._end_turn()
+            compilation.end("CPU", self._cache_path)
         return self._impl.rebuild(target_context, found)
+
+    def _take_turn(self, path: str) -> None:
+        """Wait while another process compiles the same. Where files cannot be locked nobody waits."""
+        self._end_turn()
+        try:
+            self._impl.locator.ensure_cache_path()
+            self._turn = open(f"{path}.lock", "ab")  # noqa: SIM115  # closed when the kernel is compiled
+            last = time.monotonic() + _PATIENCE
+            while True:
+                try:
+                    fcntl.flock(self._turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return
+                except BlockingIOError:
+                    if time.monotonic() > last:
+                        return
+                    time.sleep(0.02)
+        except OSError:
+            return
+
+    def _end_turn(self) -> None:
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(turn.name)
+            turn.close()
 
     def _load(self, path: str, made_from: bytes) -> Any:
         try:
@@ -169,6 +206,12 @@ class _KernelCache(FunctionCache):
 
     def save_overload(self, sig: Any, data: Any) -> None:
         compilation.end("CPU", self._cache_path)
+        try:
+            self._save(sig, data)
+        finally:
+            self._end_turn()
+
+    def _save(self, sig: Any, data: Any) -> None:
         if not self._impl.check_cachable(data):
             return
         path, made_from = self._entry(sig, data.codegen)
