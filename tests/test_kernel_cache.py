@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import logging
 import pickle
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def made(tmp_path, monkeypatch):
     def make():
         spec = importlib.util.spec_from_file_location(f"doubling{next(numbers)}", source)
         module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)  # code from the cache imports it
         spec.loader.exec_module(module)
         return numba_compile.kernel(module.double)
 
