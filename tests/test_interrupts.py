@@ -9,6 +9,7 @@ import sys
 import textwrap
 
 import pytest
+from choices import exhaustive
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="signals and forks of POSIX")
 durations = pytest.mark.parametrize("seconds", [3, pytest.param(120, marks=pytest.mark.exhaustive)])
@@ -165,7 +166,7 @@ def test_interrupts_at_every_step(run_python):
 
 SMALL_STACKS = """
 def calls():
-    for dtype in (np.float32, np.float64):
+    for dtype in DTYPES:
         x = rng.standard_normal((400, 500)).astype(dtype)
         for axis in (1, 0):
             ig.log_softmax_backward(x, ig.log_softmax(x, axis), axis)
@@ -188,11 +189,15 @@ thread.join()
 
 
 @pytest.mark.parametrize(
-    ("kib", "many"),
-    [(32, False), *[pytest.param(k, True, marks=pytest.mark.exhaustive) for k in (32, 64, 128, 512, 1024)]],
+    ("kib", "dtypes", "many"),
+    [
+        (32, ("float32",), False),
+        (32, ("float64",), False),
+        *[exhaustive(kib, ("float32", "float64"), True) for kib in (32, 64, 128, 512, 1024)],
+    ],
 )
-def test_small_stacks(run_python, kib, many):
-    code = SMALL_STACKS.replace("MANY", str(many)).replace("KIB", str(kib))
+def test_small_stacks(run_python, kib, dtypes, many):
+    code = SMALL_STACKS.replace("MANY", str(many)).replace("KIB", str(kib)).replace("DTYPES", str(dtypes))
     assert program(run_python, code, 0) == str(kib)
 
 

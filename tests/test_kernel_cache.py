@@ -1,14 +1,18 @@
 """Kernels are kept on disk: what was damaged is compiled again, what cannot be kept too, and the user is told."""
 
 import errno
+import fcntl
 import importlib.util
 import itertools
 import logging
 import pickle
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numba
 import pytest
+from numba.core.codegen import JITCodeLibrary
 
 from isograd import compilation
 from isograd.numerics import numba_compile
@@ -30,6 +34,7 @@ def made(tmp_path, monkeypatch):
     def make():
         spec = importlib.util.spec_from_file_location(f"doubling{next(numbers)}", source)
         module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)  # code from the cache imports it
         spec.loader.exec_module(module)
         return numba_compile.kernel(module.double)
 
@@ -160,3 +165,55 @@ def test_seconds_add_up_to_a_warning(made, caplog):
     (record,) = caplog.records
     assert "2 seconds" in record.getMessage()
     assert "/somewhere" in record.getMessage()
+
+
+def test_processes_that_need_a_kernel_at_once_compile_it_once(made, tmp_path):
+    assert not found(made())
+    (entry,) = entries(tmp_path)
+    code = entry.read_bytes()
+    entry.unlink()
+    with open(f"{entry}.lock", "ab") as turn, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # another process compiles it
+        waiting = pool.submit(found, made())
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.3)
+        entry.write_bytes(code)
+        fcntl.flock(turn, fcntl.LOCK_UN)
+        assert waiting.result(timeout=60)
+    assert entries(tmp_path) == [entry]
+
+
+def test_nobody_waits_for_ever(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(numba_compile, "_PATIENCE", 0.1)
+    assert not found(made())
+    (entry,) = entries(tmp_path)
+    entry.unlink()
+    with open(f"{entry}.lock", "ab") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        assert not found(made())
+    assert entries(tmp_path) == [entry]
+
+
+def test_machine_code_is_made_of_kernels_alone(tmp_path, monkeypatch):
+    """What kernels call is linked into them: machine code of its own would take a fifth of the time of compiling."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    made = []
+    finalize = JITCodeLibrary._finalize_specific
+
+    def finalize_specific(library):
+        made.append(library.name)
+        finalize(library)
+
+    monkeypatch.setattr(JITCodeLibrary, "_finalize_specific", finalize_specific)
+    twice = numba_compile.device_function(lambda x: x + x)
+    thrice = numba_compile.subroutine(lambda x: twice(x) + x)
+
+    def total(x):
+        return twice(x) + thrice(x)
+
+    assert numba_compile.kernel(total)(4) == 20
+    (name,) = made
+    assert "total" in name
+    kernel = numba_compile.kernel(total)
+    assert kernel(4) == 20
+    assert kernel.stats.cache_hits

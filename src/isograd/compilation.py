@@ -42,14 +42,19 @@ def add(seconds: float, kind: str, folder: str | None) -> None:
     tell(kind, folder)
 
 
+def seconds() -> float:
+    """The seconds that this process has compiled for."""
+    return _seconds
+
+
 def tell(kind: str, folder: str | None) -> None:
     """Warn once if this process has compiled for long."""
     global _warned
-    seconds = _seconds + (0.0 if _since is None else time.monotonic() - _since)
-    if seconds > _LONG and not _warned:
+    spent = _seconds + (0.0 if _since is None else time.monotonic() - _since)
+    if spent > _LONG and not _warned:
         _warned = True
         _log.warning(
-            "compiling %s kernels for this machine, %.0f seconds so far; they are %s", kind, seconds, _kept(folder)
+            "compiling %s kernels for this machine, %.0f seconds so far; they are %s", kind, spent, _kept(folder)
         )
 
 

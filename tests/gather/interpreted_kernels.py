@@ -129,17 +129,17 @@ def take() -> Iterator[Case]:
 def _scatter(distinct: bool, atomics: bool, dtypes: Any = NUMPY) -> Iterator[Case]:
     for name, x, indices, v, axis, layout in lines(distinct, dtypes):
         filled = launch.ScatterConfiguration("few", 4, 4, 4, True)
-        for config in (None,) if atomics else (filled, None):
+        configs = (None,) if atomics else (filled, None)
+        tensors = layout(to_torch(indices)), layout(to_torch(v))
+        for config, base in few(len(configs), configs, (None, x)):
             options = {"unique": distinct, "config": config, "atomics": atomics}
-            for base in (None, x):
-                expected = reference.scatter_sum(x.shape, indices, v, axis, base)
-                out = layout(to_torch(x)).fill_(7)
-                tensors = layout(to_torch(indices)), layout(to_torch(v))
-                launch.scatter_sum(*tensors, out, axis, None if base is None else to_torch(base), **options)
-                yield f"{name} {config} {base is not None}", out, expected
+            expected = reference.scatter_sum(x.shape, indices, v, axis, base)
+            out = layout(to_torch(x)).fill_(7)
+            launch.scatter_sum(*tensors, out, axis, None if base is None else to_torch(base), **options)
+            yield f"{name} {config} {base is not None}", out, expected
         out = layout(to_torch(x))
         launch.scatter_sum(*tensors, out, axis, out, **options)
-        yield f"{name} in place", out, expected
+        yield f"{name} in place", out, reference.scatter_sum(x.shape, indices, v, axis, x)
 
 
 def scatter() -> Iterator[Case]:
@@ -179,15 +179,16 @@ def _sum(cases: Any, skips: Any, config: Any = None) -> Iterator[Case]:
         indices = places(generator, shape[0], (count,), INDEX[seed % 3])
         indices[generator.random(count) < concentrated] = shape[0] - 1
         v, x = values(generator, (count, *shape[1:]), dtype), values(generator, shape, dtype)
+        tensors = to_torch(indices), ORDERS[seed % 3](to_torch(v))
+        for skipped, base in few(len(skips), skips, (None, x)):
+            expected = reference.index_sum(shape, indices, v, base, skipped)
+            out = to_torch(x).fill_(7)
+            launch.index_sum(*tensors, out, None if base is None else to_torch(base), skipped, config=config)
+            yield f"{dtype} {shape} count {count} skipped {skipped} {base is not None}", out, expected
         for skipped in skips:
-            for base in (None, x):
-                expected = reference.index_sum(shape, indices, v, base, skipped)
-                out = to_torch(x).fill_(7)
-                tensors = to_torch(indices), ORDERS[seed % 3](to_torch(v))
-                launch.index_sum(*tensors, out, None if base is None else to_torch(base), skipped, config=config)
-                yield f"{dtype} {shape} count {count} skipped {skipped} {base is not None}", out, expected
             out = to_torch(x)
             launch.index_sum(*tensors, out, out, skipped, config=config)
+            expected = reference.index_sum(shape, indices, v, x, skipped)
             yield f"{dtype} {shape} count {count} skipped {skipped} in place", out, expected
 
 

@@ -11,11 +11,11 @@ SCRIPT = Path(__file__).parent / "interpreted_kernels.py"
 # suite: its cases, and those of an exhaustive run
 CASES = {
     "take": (10, 40),
-    "scatter": (50, 200),
-    "unique": (40, 160),
+    "scatter": (30, 200),
+    "unique": (24, 160),
     "atomics": (60, 180),
     "select": (16, 16),
-    "sum": (48, 156),
+    "sum": (36, 156),
     "two": (2, 2),
     "hot": (24, 36),
     "faults": (12, 12),

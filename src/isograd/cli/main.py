@@ -13,6 +13,7 @@ from isograd.cli.demo import demo
 from isograd.cli.kernels import kernels
 from isograd.cli.progress import message_console, spell_out
 from isograd.cli.verify import verify
+from isograd.cli.warmup import warmup
 from isograd.errors import IsogradError
 
 
@@ -57,5 +58,5 @@ def _options(
     pass
 
 
-for _command in (verify, kernels, bench, demo):
+for _command in (verify, warmup, kernels, bench, demo):
     app.command()(_command)

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 import isograd
-from isograd import registry
+from isograd import compilation, parallel, registry
+from isograd.cli import ahead
 from isograd.cli.check import INVARIANCES, WIDE_ORACLE, Report, published, verify_kernel
 from isograd.cli.devices import DEVICES
 from isograd.cli.options import TYPES, Operations, Types, require_accepted
@@ -25,6 +26,7 @@ from isograd.errors import InvalidProblemError
 
 ISSUES = "https://github.com/isograd/isograd/issues"
 _SHOWN_FAILURES = 12
+_LONG = 1.0  # seconds of compiling after which other processes help
 _REQUEST = (
     "\nThe Metal kernels were written without a Mac and checked in an emulator. Please report what they do on yours, "
     f"failures or not, at {ISSUES}: the chip's name, the version of macOS, and the output of `isograd verify --device "
@@ -83,8 +85,13 @@ def select(device: str, operations: list[str], dtypes: list[str]) -> tuple[list[
 
 def _run(entries: list[registry.Entry], digests: Any, console: Console, reports: list[Report]) -> None:
     problems = {problem: list(same) for problem, same in groupby(entries, key=lambda e: (e.operation, e.dtype))}
-    with Activity(console, "Verifying kernels", len(entries)) as activity:
+    # Where kernels have to be compiled, other processes begin with those that come last here.
+    waiting = ahead.problems(entries)
+    others = parallel.get_num_threads() - 1
+    compiled = compilation.seconds()
+    with Activity(console, "Verifying kernels", len(entries)) as activity, ahead.Pool(others) as pool:
         for (operation, dtype), same in problems.items():
+            del waiting[0]
             activity.step(f"{operation} {dtype}: inputs", advance=0)
             inputs = cases(operation, dtype)
             for entry in same:
@@ -94,6 +101,8 @@ def _run(entries: list[registry.Entry], digests: Any, console: Console, reports:
 
                 verify_kernel(entry, inputs, digests, step, reports)
                 activity.step(f"{operation} {dtype}")
+            if others and waiting and not pool.started and compilation.seconds() - compiled > _LONG:
+                pool.start(reversed(waiting))
 
 
 def as_dict(

@@ -1,32 +1,90 @@
 """How kernels and device functions are compiled: options, the cache on disk, and what has to be compiled yet."""
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import os
 import pickle
 import threading
+import time
 import uuid
 import warnings
 from collections.abc import Callable
 from itertools import compress
 from operator import call
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import llvmlite
 import numba
 from llvmlite.binding import ffi
+from numba import _dynfunc
 from numba.core import sigutils
 from numba.core.caching import FunctionCache
 from numba.core.ccallback import CFunc
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_lock import global_compiler_lock
+from numba.core.compiler_machinery import register_pass
 from numba.core.serialize import dumps
+from numba.core.typed_passes import NativeLowering
 
 from isograd import compilation, stacks
 
-# What only compiled code calls needs no way in from Python or C, which take a tenth of the time of compiling.
-_INTERNAL: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+# --- functions that only kernels call --------------------------------------------------------------------------------
+class _LinkedLibrary(JITCodeLibrary):
+    """Optimized code that is linked into kernels: machine code is made of the whole kernel, not of its parts."""
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._verify_declare_only_symbols()
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        self._ensure_finalized()
+        return 0
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _LinkedLowering(NativeLowering):
+    """Lowering to a linked library, with an entry point that stands for the function and is never called."""
+
+    _name = "isograd_linked_lowering"
+
+    def run_pass(self, state: Any) -> bool:
+        state.flags.no_compile = True
+        state.library = _LinkedLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
+        super().run_pass(state)
+        lowered = state.cr
+        name, module = lowered.fndesc.qualname, lowered.fndesc.lookup_module()
+        entry = _dynfunc.make_function(module, name, name, 0, lowered.env, (state.library,))
+        state.targetctx.insert_user_function(entry, lowered.fndesc, [state.library])
+        state.reload_init.extend(state.library._reload_init)
+        state.cr = lowered._replace(cfunc=entry)
+        return True
+
+
+class _LinkedCompiler(CompilerBase):
+    """Numba's passes, the lowering replaced."""
+
+    def define_pipelines(self) -> list[Any]:
+        manager = DefaultPassBuilder.define_nopython_pipeline(self.state, "isograd_linked")
+        manager.passes = [(_LinkedLowering if step is NativeLowering else step, why) for step, why in manager.passes]
+        manager._finalized = False
+        manager.finalize()
+        return [manager]
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+# What only compiled code calls needs no way in from Python or C, and no machine code of its own: together a third of
+# the time of compiling.
+_INTERNAL: dict[str, Any] = {
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+    "pipeline_class": _LinkedCompiler,
+}
 # Of overloads: always inlined, as device functions are.
 INLINED: dict[str, Any] = {"forceinline": True} | _INTERNAL
 # Neither fast-math nor an implicit fma: every rounding is the one the contract writes down.
@@ -65,14 +123,18 @@ def _warn(problem: str, folder: str) -> None:
 
 
 _DIGEST = hashlib.sha256().digest_size
+_PATIENCE = 120.0  # seconds that another process may take to compile a kernel before it is compiled here as well
 
 
 class _KernelCache(FunctionCache):
     """One file for each signature and processor: a checksum, the digest of what was compiled, and the machine code.
 
     Numba's own cache unpickles whatever its files hold, and two processes that save at once may leave an index that
-    leads to the code of another signature. Here nothing is unpickled before its checksum was found right.
+    leads to the code of another signature. Here nothing is unpickled before its checksum was found right. Processes
+    that need a kernel at the same time, the ranks of a job say, wait for the first one, which compiles it for all.
     """
+
+    _turn: BinaryIO | None = None
 
     def _entry(self, sig: Any, codegen: Any) -> tuple[str, bytes]:
         """The path of a signature's file, and the digest of what its code is made from."""
@@ -90,11 +152,42 @@ class _KernelCache(FunctionCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         target_context.refresh()
-        found = self._load(*self._entry(sig, target_context.codegen()))
+        entry = self._entry(sig, target_context.codegen())
+        found = self._load(*entry)
         if found is None:
             compilation.begin("CPU", self._cache_path)
-            return None
+            self._take_turn(entry[0])
+            found = self._load(*entry)
+            if found is None:
+                return None
+            self._end_turn()
+            compilation.end("CPU", self._cache_path)
         return self._impl.rebuild(target_context, found)
+
+    def _take_turn(self, path: str) -> None:
+        """Wait while another process compiles the same. Where files cannot be locked nobody waits."""
+        self._end_turn()
+        try:
+            self._impl.locator.ensure_cache_path()
+            self._turn = open(f"{path}.lock", "ab")  # noqa: SIM115  # closed when the kernel is compiled
+            last = time.monotonic() + _PATIENCE
+            while True:
+                try:
+                    fcntl.flock(self._turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return
+                except BlockingIOError:
+                    if time.monotonic() > last:
+                        return
+                    time.sleep(0.02)
+        except OSError:
+            return
+
+    def _end_turn(self) -> None:
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(turn.name)
+            turn.close()
 
     def _load(self, path: str, made_from: bytes) -> Any:
         try:
@@ -113,6 +206,12 @@ class _KernelCache(FunctionCache):
 
     def save_overload(self, sig: Any, data: Any) -> None:
         compilation.end("CPU", self._cache_path)
+        try:
+            self._save(sig, data)
+        finally:
+            self._end_turn()
+
+    def _save(self, sig: Any, data: Any) -> None:
         if not self._impl.check_cachable(data):
             return
         path, made_from = self._entry(sig, data.codegen)
