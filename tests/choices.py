@@ -21,6 +21,16 @@ def thorough(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.thorough)
 
 
+def quick_first(suites: Iterable[str], quick: Sequence[str]) -> list[Any]:
+    """Suites of a script as parameters: all but the quick ones are thorough."""
+    return [suite if suite in quick else thorough(suite) for suite in suites]
+
+
+def alongside(suite: str, suites: Iterable[str], quick: Sequence[str]) -> tuple[str, ...]:
+    """The suites that run in one process with a suite: the quick ones, or the others."""
+    return tuple([other for other in suites if (other in quick) is (suite in quick)])
+
+
 def has_other_dtype(item: pytest.Item) -> bool:
     """Whether a parameter of a test is, or holds, one of the other dtypes, in NumPy's, torch's or no spelling."""
 

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("triton", reason="needs triton")
 
 import triton_targets  # noqa: E402
-from choices import exhaustive, thinned  # noqa: E402
+from choices import alongside, exhaustive, quick_first, thinned  # noqa: E402
 from triton_targets import TARGETS, resources  # noqa: E402
 
 from isograd.attention import triton_launch as launch  # noqa: E402
@@ -24,12 +24,13 @@ from isograd.reduction import cuda as reduction  # noqa: E402
 SCRIPT = Path(__file__).parent / "interpreted_attention.py"
 SUITES = {"options": 11, "shapes": 23, "fixed": 24, "packed": 32, "dropout": 4, "faults": 10, "delta": 9}
 KERNELS = {"attention_forward", "attention_rows", "attention_backward_keys", "attention_backward_queries"}
+QUICK = ("options", "dropout", "faults")
 
 
 @pytest.mark.parametrize("exhaustive", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["few", "all"])
-@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize("suite", quick_first(SUITES, QUICK))
 def test_interpreter_stays_within_the_bounds(interpret: Any, suite: str, exhaustive: bool) -> None:
-    found, which = interpret(SCRIPT, *SUITES, exhaustive=exhaustive)
+    found, which = interpret(SCRIPT, *alongside(suite, SUITES, QUICK), exhaustive=exhaustive)
     assert suite in found, which
     cases, wrong = found[suite]
     assert cases >= SUITES[suite]

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from choices import alongside, quick_first
 
 pytest.importorskip("torch", reason="needs torch")
 triton = pytest.importorskip("triton", reason="needs triton")
@@ -23,12 +24,13 @@ CASES = {
 }
 
 SUITES = (*CASES, *(() if TAKES_MASKS else ("refused",)))
+QUICK = ("take", "scatter", "select", "two", "faults", "refused")
 
 
 @pytest.mark.parametrize("exhaustive", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["few", "all"])
-@pytest.mark.parametrize("suite", CASES)
+@pytest.mark.parametrize("suite", quick_first(CASES, QUICK))
 def test_interpreter_returns_the_bits_of_the_reference(interpret, suite: str, exhaustive: bool) -> None:
-    found, which = interpret(SCRIPT, *SUITES, exhaustive=exhaustive)
+    found, which = interpret(SCRIPT, *alongside(suite, SUITES, QUICK), exhaustive=exhaustive)
     assert suite in found, which
     assert found[suite] == (CASES[suite][exhaustive], 0), which
 
@@ -36,6 +38,6 @@ def test_interpreter_returns_the_bits_of_the_reference(interpret, suite: str, ex
 @pytest.mark.skipif(TAKES_MASKS, reason="this interpreter takes every mask")
 def test_a_refused_mask_is_noticed(interpret) -> None:
     """The interpreter makes an integer of a mask and refuses it, which the patch repairs."""
-    found, which = interpret(SCRIPT, *SUITES, exhaustive=False)
+    found, which = interpret(SCRIPT, *alongside("take", SUITES, QUICK), exhaustive=False)
     assert found["refused"][1] > 0
     assert "unsupported dtype" in which
