@@ -113,7 +113,7 @@ def flag(device: torch.device) -> torch.Tensor:
 def _new_flag(device: torch.device, key: tuple[str, int | None]) -> torch.Tensor:
     import torch
 
-    with _lock:
+    with _lock, torch.inference_mode(False):  # a flag of inference mode could not be cleared out of it
         if key in _flags:
             return _flags[key]
         if device.type != "cuda":  # one stream, or none

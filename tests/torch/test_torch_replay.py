@@ -1,6 +1,9 @@
 """Records of what an operator does on a device, with kernels that are Python functions on the CPU's memory."""
 
 import ctypes
+import itertools
+import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,8 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 from isograd import launches  # noqa: E402
 from isograd.torch import replay  # noqa: E402
+
+modes = torch.utils._python_dispatch
 
 
 @pytest.fixture(autouse=True)
@@ -196,12 +201,43 @@ def foreign(x: Any) -> Any:
     return x * 2
 
 
-@pytest.mark.parametrize("run", [reads, random, dropped, itself, constant, described, foreign, unseen])
+def resized(x: Any) -> Any:
+    out = torch.empty(0)
+    torch.mul(x, 2, out=out)
+    return out
+
+
+def turned(x: Any) -> Any:
+    out = torch.empty(1, 4)
+    launch(x, out.t_())
+    return out
+
+
+NUMBERS = itertools.count()
+
+
+def counted(x: Any) -> Any:
+    return x + next(NUMBERS)
+
+
+def counted_by_a_kernel(x: Any) -> Any:
+    out = torch.zeros(4)
+    launch(x, out, next(NUMBERS) % 4)
+    return out
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        *(reads, random, dropped, itself, constant, described, foreign, unseen, resized, turned),
+        *(counted, counted_by_a_kernel),
+    ],
+)
 def test_what_cannot_be_repeated_is_not_recorded(run: Any) -> None:
     problem = Problem(run, torch.arange(4.0))
     for seed in range(3):
         x = torch.full((4,), float(seed))
-        problem(x)
+        assert torch.equal(problem(x), run(x)) or run in (random, dropped, counted, counted_by_a_kernel)
     assert problem.met.records == {None: None}
     assert problem.calls == 4
 
@@ -231,3 +267,103 @@ def test_an_error_leaves_nothing_behind() -> None:
         Problem(failing, torch.arange(4.0))
     assert launches.watcher() is None
     assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def nothing_is_left() -> bool:
+    return (
+        launches.watcher() is None
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not modes.is_in_torch_dispatch_mode()
+        and not modes.is_in_any_mode_without_ignore_compile_internals()
+    )
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_step_leaves_nothing_behind() -> None:
+    def interrupted(step: int) -> bool:
+        seen = 0
+
+        def profile(frame: Any, event: str, argument: Any) -> None:
+            nonlocal seen
+            seen += event in ("call", "c_return")
+            if seen == step:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+        problem = Problem(alone, torch.arange(4.0))
+        try:
+            sys.setprofile(profile)
+            problem(torch.arange(4.0))
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        return seen >= step
+
+    steps = itertools.takewhile(interrupted, itertools.count(1))
+    assert all(nothing_is_left() for _ in steps)
+
+
+def test_threads_that_record_at_once_leave_nothing_behind() -> None:
+    entered, left = threading.Event(), threading.Event()
+
+    def first(x: Any) -> Any:
+        entered.wait(10)
+        return alone(x)
+
+    def second(x: Any) -> Any:
+        entered.set()
+        left.wait(10)
+        return alone(x)
+
+    thread = threading.Thread(target=Problem, args=(second, torch.arange(4.0)))
+    other = threading.Thread(target=Problem, args=(first, torch.arange(4.0)))
+    other.start()
+    thread.start()
+    other.join()
+    left.set()
+    thread.join()
+    assert nothing_is_left()
+
+
+def test_layouts_of_a_problem_are_limited() -> None:
+    whole = torch.zeros(8 * replay._LAYOUTS + 1)
+    problem = Problem(both, whole[:4], whole[4:8])
+    problem.met.extents = (whole.numel() * 4,) * 2  # as if every tensor lay in the other
+    for i in range(2 * replay._LAYOUTS):
+        for _ in range(2):
+            problem(whole[:4], whole[4 * i :][:4])
+            assert len(problem.met.records) <= replay._LAYOUTS
+        problem(whole[:4], whole[4 * i + 1 :][:4])
+        assert len(problem.met.first) <= replay._LAYOUTS
+
+
+class OnAGpu:
+    """What is asked of a tensor to find its records."""
+
+    is_cuda, shape, dtype = True, (4,), torch.float32
+
+    def stride(self) -> tuple[int, ...]:
+        return (1,)
+
+    def get_device(self) -> int:
+        return 0
+
+    def data_ptr(self) -> int:
+        return 512
+
+    def element_size(self) -> int:
+        return 4
+
+
+def test_autocast_is_off_in_an_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "Tensor", OnAGpu)
+    seen = []
+    call = replay.replayed(lambda x: seen.append(torch.is_autocast_enabled("cuda")))
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        call(OnAGpu())
+        assert torch.is_autocast_enabled("cuda")
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert seen == [False]

@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isograd import faults, launches, registry
+from isograd.blocks import BlockEnd
 
 Run = Callable[..., Any]
 # (tensors, their addresses, stream) -> None; a step appends what it makes to both lists.
@@ -29,6 +30,9 @@ Step = Callable[[list[Any], list[int], int], None]
 
 _log = logging.getLogger("isograd.replay")
 _MOST = 2048  # problems of an operator
+_LAYOUTS = 64  # records of a problem
+_UNKNOWN: Any = object()
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 _ALLOCATIONS = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
 
 
@@ -68,20 +72,24 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = inputs[0].device
         self.reason: str | None = None  # why there will be no record
-        self.steps: list[
-            tuple[Step, tuple[int, ...], int]
-        ] = []  # with the slots that each reads, and how many it makes
+        # With the slots that each reads, and how many it makes.
+        self.steps: list[tuple[Step, tuple[int, ...], int]] = []
+        self.seen: list[Any] = []  # what the steps do, which can be compared
         self._watching = True
         self._bases = [t.data_ptr() for t in inputs]
         self._extents = [_extent(t.shape, t.stride(), t.element_size()) for t in inputs]
         self._geometries = [_geometry(t) for t in inputs]
         self._kept: list[Tensor | None] = [None] * len(inputs)  # constants, which records hold on to
-        self._made: dict[int, tuple[int, StorageWeakRef]] = {}  # by storage; a weak reference keeps its identity
+        # (slot, address, a weak reference that keeps the identity) by storage
+        self._made: dict[int, tuple[int, int, StorageWeakRef]] = {}
 
     # --- where tensors lie ------------------------------------------------------------------------------------------
     def _slot(self, t: Tensor) -> int:
-        made = self._made.get(t.untyped_storage()._cdata)
+        storage = t.untyped_storage()
+        made = self._made.get(storage._cdata)
         if made is not None:
+            if storage.data_ptr() != made[1]:
+                raise _Unrepeatable("memory that was resized")
             return made[0]
         if t.device != self.device or t.numel() == 0:
             raise _Unrepeatable(f"a tensor of shape {tuple(t.shape)} on {t.device}")
@@ -98,6 +106,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept.append(t if constant else None)
         if constant:
             self.steps.append((_constant(t), (), 1))
+            self.seen.append(t.untyped_storage()._cdata)
         return len(self._bases) - 1
 
     def _view(self, t: Tensor) -> _View:
@@ -123,7 +132,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.reason = str(error)
             return
         offsets = [t.data_ptr() - self._bases[slot] for t, slot in zip(tensors, slots, strict=True)]
-        self.steps.append((_launch(prepared, slots, offsets, tuple(arguments[count:])), slots, 0))
+        numbers = tuple(arguments[count:])
+        self.steps.append((_launch(prepared, slots, offsets, numbers), slots, 0))
+        self.seen.append((prepared, slots, offsets, numbers))
 
     def foreign(self, kernel: Any) -> None:
         """A kernel that launches where nobody sees it."""
@@ -146,12 +157,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         outputs = output if isinstance(output, (tuple, list)) else (output,)
-        if torch.Tag.nondeterministic_seeded in func.tags or not all(isinstance(o, Tensor) for o in outputs):
+        refused = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}
+        if not refused.isdisjoint(func.tags) or not all(isinstance(o, Tensor) for o in outputs):
             raise _Unrepeatable("results that no replay would have")
         name = func._schema.name
         if name in _ALLOCATIONS:
             self._fresh(output)
             self.steps.append((_allocation(output), (), 1))
+            self.seen.append(_geometry(output))
             return
         changes, given = func._schema.is_mutable, [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         known = {t.untyped_storage()._cdata for t in given}
@@ -164,13 +177,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._fresh(o)
             step.makes = True
         self.steps.append((step, tuple(read), 0 if changes else len(outputs)))
+        self.seen.append((func, repr((step.args, step.kwargs))))  # where NaN is NaN, and -0.0 is not 0.0
 
     def _fresh(self, t: Tensor) -> None:
         """Give memory that was made a slot."""
         storage = t.untyped_storage()
         if t.device != self.device or storage._cdata in self._made:
             raise _Unrepeatable(f"a tensor on {t.device}, or made before")
-        self._made[storage._cdata] = (self._add(t), StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+        weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._made[storage._cdata] = self._add(t), storage.data_ptr(), weak
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -186,9 +201,29 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         views = [self._view(o) for o in (output if several else (output,))]
         if any(v.slot < inputs or self._kept[v.slot] is not None for v in views):
             raise _Unrepeatable("a result that the call did not make")
-        constants = tuple([t.untyped_storage()._cdata for t in self._kept if t is not None])
         steps = _released(self.steps, inputs, {v.slot for v in views})
-        return _Record(self.device.index, steps, views, several, constants)
+        return _Record(self.device.index, steps, views, several, [*self.seen, views])
+
+
+class _Dispatched:
+    """A block in which a recorder sees torch's operators.
+
+    `with recorder` would change flags of torch's that all threads share, and an interrupt could leave it active.
+    """
+
+    __slots__ = ("_before", "_recorder")
+
+    def __init__(self, recorder: _Recorder) -> None:
+        self._recorder, self._before = recorder, torch._C._len_torch_dispatch_stack()
+
+    def __enter__(self) -> None:
+        torch._C._push_on_torch_dispatch_stack(self._recorder)
+
+    def _restore(self) -> None:
+        while torch._C._len_torch_dispatch_stack() > self._before:
+            torch._C._pop_torch_dispatch_stack(None)
+
+    __exit__ = BlockEnd(_restore)
 
 
 def _released(steps: list[tuple[Step, tuple[int, ...], int]], inputs: int, kept: set[int]) -> list[Step]:
@@ -275,13 +310,13 @@ def _release(slots: tuple[int, ...]) -> Step:
 class _Record:
     """A call that was recorded."""
 
-    __slots__ = ("_index", "_output", "_steps", "_views", "constants")
+    __slots__ = ("_index", "_output", "_steps", "_views", "seen")
 
     def __init__(
-        self, index: int, steps: list[Step], views: list[_View], several: bool, constants: tuple[int, ...]
+        self, index: int, steps: list[Step], views: list[_View], several: bool, seen: list[Any] | None
     ) -> None:
         self._index, self._steps, self._views = index, steps, views
-        self.constants = constants  # the storages, which the steps keep alive
+        self.seen = seen  # what is done and with which constants, whose storages the steps keep alive
         self._output = views[0] if not several else None
 
     def __call__(self, tensors: list[Any], addresses: list[int]) -> Any:
@@ -340,10 +375,16 @@ _SEQUENCES = frozenset({list, tuple, torch.Size})
 
 
 def replayed(run: Run) -> Run:
-    """An implementation of an operator that replays what it did for the same problem on a GPU."""
-    problems: dict[Any, _Met | None] = {}
+    """An implementation of an operator that replays what it did for the same problem on a GPU.
+
+    There autocast is off in it: torch's own operators in a record would be cast, or not, as the replay happens to be.
+    """
+    problems: dict[Any, _Met] = {}
 
     def call(*args: Any) -> Any:
+        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled("cuda"):
+            with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+                return call(*args)
         key: list[Any] = [registry.generation(), faults.names()]
         tensors: list[Any] = []
         addresses: list[int] = []
@@ -369,19 +410,19 @@ def replayed(run: Run) -> Run:
         problem = tuple(key)
         met = problems.get(problem)
         if met is None:
-            if problem not in problems and len(problems) < _MOST and 0 not in addresses:
+            if len(problems) >= _MOST:
+                problems.clear()
+            elif 0 not in addresses:
                 extents = tuple([_extent(t.shape, t.stride(), t.element_size()) for t in tensors])
                 problems[problem] = _Met(extents)
-            elif len(problems) >= _MOST:
-                problems.clear()
             return run(*args)  # lazily made constants exist the second time
         layout = met.layout(addresses)
-        if layout in met.records:
-            record = met.records[layout]
-            return run(*args) if record is None else record(tensors, addresses)
-        if torch.cuda.is_current_stream_capturing():
-            return run(*args)
-        return _recorded(run, args, tensors, met, layout)
+        record = met.records.get(layout, _UNKNOWN)
+        if record is _UNKNOWN:
+            if torch.cuda.is_current_stream_capturing():
+                return run(*args)
+            return _recorded(run, args, tensors, met, layout)
+        return run(*args) if record is None else record(tensors, addresses)
 
     return call
 
@@ -389,8 +430,11 @@ def replayed(run: Run) -> Run:
 def _recorded(run: Run, args: tuple[Any, ...], tensors: list[Tensor], met: _Met, layout: Layout) -> Any:
     """Call an implementation and keep a record of it, or that there is none."""
     recorder = _Recorder(tensors)
-    with launches.watched(recorder), recorder:
+    with launches.watched(recorder), _Dispatched(recorder):
         output = run(*args)
+    for known in (met.first, met.records):
+        if len(known) >= _LAYOUTS:
+            known.clear()
     try:
         if recorder.reason:
             raise _Unrepeatable(recorder.reason)
@@ -399,9 +443,10 @@ def _recorded(run: Run, args: tuple[Any, ...], tensors: list[Tensor], met: _Met,
         if first is None:
             met.first[layout] = record
             return output
-        # What lies outside of a call's own memory and differs between two calls is a temporary that nobody saw.
-        if first.constants != record.constants:
-            raise _Unrepeatable("memory that was not seen to be made")
+        # Two calls differ where a temporary that nobody saw looks like a constant, or where more decides than the key.
+        if first.seen != record.seen:
+            raise _Unrepeatable("two calls that differ")
+        record.seen = None
         met.records[layout] = record
     except _Unrepeatable as error:
         _log.debug("%s is not replayed: %s", getattr(run, "__qualname__", run), error)
