@@ -51,6 +51,14 @@ def test_devices_have_flags_of_their_own(monkeypatch) -> None:
     assert cpu is not meta
 
 
+def test_a_flag_of_inference_mode_is_cleared_out_of_it(monkeypatch) -> None:
+    torch = pytest.importorskip("torch", reason="needs torch")
+    monkeypatch.setattr(faults, "_flags", {})
+    with torch.inference_mode():
+        flag = faults.flag(torch.device("cpu"))
+    assert flag.zero_().tolist() == [0, 0, 0, 0]
+
+
 def test_codes_are_numbers_of_operation_and_argument() -> None:
     first = faults.code("some_operation", "targets", negative=False)
     assert first > 0

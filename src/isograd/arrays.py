@@ -123,7 +123,7 @@ def tensor_dtype(tensor: Any, operation: str, argument: str, dtype: Any = None, 
 
     `dtype` is what the caller wants the tensor converted to first.
     """
-    name = _tensor_types(index).get(dtype or tensor.dtype)
+    name = _tensor_types(index).get(tensor.dtype if dtype is None else dtype)
     if name is None:
         accepted = ", ".join(_tensor_types(index).values())
         given = f"{argument} has dtype {tensor.dtype}" if dtype is None else f"dtype is {dtype}"

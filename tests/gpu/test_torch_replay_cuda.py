@@ -116,3 +116,129 @@ def test_peak_memory_of_a_replay_is_that_of_the_call():
         expected = peak()
     peaks = [peak() for _ in range(4)]
     assert max(peaks) <= expected * 1.02
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """The replays so far."""
+    counts = []
+    original = replay._Record.__call__
+
+    def counted(self, tensors, addresses):
+        counts.append(self)
+        return original(self, tensors, addresses)
+
+    monkeypatch.setattr(replay._Record, "__call__", counted)
+    return counts
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_autocast_around_a_record_or_a_replay_changes_nothing(enabled, replays):
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    x, weight = (torch.randn(n, 72, device="cuda", generator=generator).requires_grad_() for n in (61, 40))
+    bias = torch.randn(40, device="cuda", generator=generator).requires_grad_()
+    targets = torch.randint(40, (61,), device="cuda", generator=generator)
+    g = torch.randn(61, device="cuda", generator=generator)
+    probabilities = torch.randn(61, 40, device="cuda", generator=generator).softmax(-1)
+
+    def gradients(autocast):
+        losses = igt.linear_cross_entropy(x, weight, targets, bias, reduction="none")
+        more = igt.index_add(weight, 0, targets % 40, x), igt.kl_div(probabilities, probabilities)
+        with torch.autocast("cuda", torch.float16, enabled=autocast):  # also where the gradients are computed
+            again = igt.index_select(x, 0, targets), igt.moe_router(x, 3, renormalize=True)[0]
+            found = torch.autograd.grad((losses, *again), (x, weight, bias), (g, *[t.detach() for t in again]))
+        return [t.detach() for t in (*found, *again, *more)]
+
+    with ig.debug():
+        expected = gradients(False)
+    for autocast in (enabled, enabled, enabled, not enabled, enabled, not enabled):
+        assert all(same_bits(a, b) for a, b in zip(gradients(autocast), expected, strict=True))
+    assert replays
+
+
+def test_records_of_inference_mode_serve_training(replays):
+    def call(seed):
+        x = torch.randn(90, 33, device="cuda", generator=torch.Generator(device="cuda").manual_seed(seed))
+        targets = torch.arange(90, device="cuda") % 33
+        if not torch.is_inference_mode_enabled():
+            x.requires_grad_()
+        loss = igt.cross_entropy(x, targets, label_smoothing=0.2, z_loss=0.1)
+        y = igt.gather(igt.softmax(x, -1), 1, targets[:, None])
+        if x.requires_grad:
+            (loss + y.sum()).backward()
+            assert x.grad is not None
+        return loss, y, x.grad
+
+    with torch.inference_mode():
+        for seed in range(4):
+            assert call(seed)[1].is_inference()
+    before = len(replays)
+    assert before
+    for seed in range(4):
+        got = call(seed)
+        assert not got[1].is_inference()
+        with ig.debug():
+            expected = call(seed)
+        assert all(same_bits(a.detach(), b.detach()) for a, b in zip(got, expected, strict=True))
+    assert len(replays) > before
+
+
+@pytest.mark.parametrize("calls_before", [1, 2, 3, 4])
+def test_a_graph_may_be_captured_before_and_after_a_record(calls_before):
+    x = torch.randn(70 + calls_before, 37, device="cuda")
+    targets = torch.arange(len(x), device="cuda") % 37
+
+    def call():
+        loss = igt.cross_entropy(x, targets)
+        return loss, igt.index_add(x, 0, targets % 5, x), igt.topk(x, 3)[0]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(calls_before):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for seed in range(3):
+        x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        got = [t.clone() for t in captured]
+        eager = call()
+        with ig.debug():
+            expected = call()
+        for found in (got, eager):
+            assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_threads_that_record_at_once_leave_no_mode_and_the_bits_of_the_call():
+    barrier, wrong = threading.Barrier(4), []
+
+    def work():
+        for n in range(20, 60):
+            x = torch.randn(n, 24, device="cuda", generator=torch.Generator(device="cuda").manual_seed(n))
+            barrier.wait(60)
+            results = [igt.log_softmax(x, -1) for _ in range(4)]
+            wrong.extend(n for r in results if not same_bits(r, results[0]))
+            if torch._C._len_torch_dispatch_stack():
+                wrong.append(-n)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+    assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+
+
+def test_a_bad_index_is_found_after_a_first_call_in_inference_mode(monkeypatch):
+    from isograd import faults
+
+    monkeypatch.setattr(faults, "_flags", {})
+    with torch.inference_mode():
+        igt.embedding(torch.tensor([9, 1], device="cuda"), torch.randn(5, 8, device="cuda"))
+    with pytest.raises(ig.IndexOutOfRangeError, match="embedding: input has 9 at flat position 0"):
+        ig.check()
+    ig.check()

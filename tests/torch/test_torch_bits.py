@@ -183,6 +183,9 @@ def test_unsuitable_tensors_are_named():
 def test_a_dtype_that_no_kernel_has():
     with pytest.raises(UnsupportedError, match=r"dtype is torch.int32; accepted: float16"):
         igt.softmax(torch.ones(2, 3), -1, dtype=torch.int32)
+    for nonsense in (0, -0.0, False, ""):  # none of which is None
+        with pytest.raises(UnsupportedError, match="dtype is"):
+            igt.softmax(torch.ones(2, 3), -1, dtype=nonsense)
 
 
 @pytest.mark.parametrize("dim", [2, -3, None, 1.0, "C"])

@@ -279,11 +279,13 @@ def test_cpu_autocast_gives_the_types_of_torch(dtype, probabilities):
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_arguments_that_no_operator_could_serve():
     logits, targets, weight = problem(torch.float32)
     wrong = targets.clone()
     wrong[2, 1] = 5
     hidden, matrix, words, bias = linear_problem(torch.float32)
+    nested = torch.nested.nested_tensor([logits[0]])
     for call, error, message in (
         (lambda: igt.cross_entropy(logits, wrong), ig.IndexOutOfRangeError, r"targets\[2, 1\] is 5"),
         (lambda: igt.cross_entropy(logits, -wrong), ig.IndexOutOfRangeError, "targets"),
@@ -291,6 +293,8 @@ def test_arguments_that_no_operator_could_serve():
         (lambda: igt.cross_entropy(logits, logits.double()), ig.InvalidProblemError, "targets has dtype torch.float64"),
         (lambda: igt.cross_entropy(logits, targets, weight[1:]), ig.InvalidProblemError, "weight has shape"),
         (lambda: igt.cross_entropy(logits, targets.to("meta")), ig.DeviceMismatchError, "targets is on meta"),
+        (lambda: igt.cross_entropy(logits, logits.to_sparse()), ig.UnsupportedError, "target is a tensor of layout"),
+        (lambda: igt.cross_entropy(logits, nested), ig.UnsupportedError, "target is a nested tensor"),
         (lambda: igt.cross_entropy(logits.long(), targets), ig.UnsupportedError, "input has dtype torch.int64"),
         (lambda: igt.cross_entropy(logits[0, 0, 0], targets[0, 0]), ig.InvalidProblemError, "at least one dimension"),
         (lambda: igt.cross_entropy(logits, targets, reduction="max"), ig.InvalidProblemError, "reduction is 'max'"),

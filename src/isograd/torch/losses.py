@@ -80,6 +80,8 @@ def cross_entropy(
         target = checked_index(name, target, "target")
     elif ignore_index >= 0:
         raise InvalidProblemError(f"{name}: ignore_index is {ignore_index} for probabilities, which name no class")
+    else:
+        require_dense(name, target, "target")
     plain_count, divisor = _count(name, count, input)
     options: tuple[Any, ...] = (
         integer(name, "ignore_index", ignore_index),

@@ -198,7 +198,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def record(self, inputs: int, output: Any) -> "_Record":
         """What replays the call."""
         several = isinstance(output, tuple)
-        views = [self._view(o) for o in (output if several else (output,))]
+        outputs = output if several else (output,)
+        if not all(isinstance(o, Tensor) for o in outputs):
+            raise _Unrepeatable("results that are no tensors")
+        views = [self._view(o) for o in outputs]
         if any(v.slot < inputs or self._kept[v.slot] is not None for v in views):
             raise _Unrepeatable("a result that the call did not make")
         steps = _released(self.steps, inputs, {v.slot for v in views})
@@ -227,7 +230,10 @@ class _Dispatched:
 
 
 def _released(steps: list[tuple[Step, tuple[int, ...], int]], inputs: int, kept: set[int]) -> list[Step]:
-    """The steps, and where memory is read for the last time its release."""
+    """The steps, and where memory is read for the last time its release.
+
+    What makes one tensor that nobody reads, as the memory that Triton asks for in a launch, is left out.
+    """
     last: dict[int, int] = {}
     made = inputs
     for i, (_, read, makes) in enumerate(steps):
@@ -237,7 +243,13 @@ def _released(steps: list[tuple[Step, tuple[int, ...], int]], inputs: int, kept:
             last[made] = i
             made += 1
     result: list[Step] = []
-    for i, (step, _, _) in enumerate(steps):
+    made = inputs
+    for i, (step, _, makes) in enumerate(steps):
+        unread = makes == 1 and last[made] == i and made not in kept
+        made += makes
+        if unread:
+            result.append(_nothing)
+            continue
         result.append(step)
         gone = tuple([slot for slot, at in last.items() if at == i and slot >= inputs and slot not in kept])
         if gone and i + 1 < len(steps):
@@ -246,6 +258,11 @@ def _released(steps: list[tuple[Step, tuple[int, ...], int]], inputs: int, kept:
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------
+def _nothing(tensors: list[Any], addresses: list[int], stream: int) -> None:
+    tensors.append(None)
+    addresses.append(0)
+
+
 def _constant(t: Tensor) -> Step:
     address = t.data_ptr()
 

@@ -34,7 +34,11 @@ def require_dense(operation: str, tensor: Any, name: str, dtype: torch.dtype | N
     """Raise unless this is a dense tensor of a storage type, or one that is converted to such a `dtype` first."""
     if type(tensor) is not Tensor:
         require_tensor(operation, tensor, name)
-    if (dtype or tensor.dtype) not in DTYPES or tensor.layout is not torch.strided or tensor.is_nested:
+    if (
+        (tensor.dtype if dtype is None else dtype) not in DTYPES
+        or tensor.layout is not torch.strided
+        or tensor.is_nested
+    ):
         arrays.tensor_dtype(tensor, operation, name, dtype)
 
 
