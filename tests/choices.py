@@ -21,6 +21,12 @@ def thorough(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.thorough)
 
 
+def first_only(values: Iterable[Any]) -> list[Any]:
+    """Values as parameters: all but the first are thorough."""
+    first, *others = values
+    return [first, *map(thorough, others)]
+
+
 def quick_first(suites: Iterable[str], quick: Sequence[str]) -> list[Any]:
     """Suites of a script as parameters: all but the quick ones are thorough."""
     return [suite if suite in quick else thorough(suite) for suite in suites]

@@ -22,6 +22,7 @@ def load(folder):
     return path, json.loads(path.read_text())
 
 
+@pytest.mark.thorough
 def test_quick_writes_files(cli, tmp_path, tiny):
     pytest.importorskip("matplotlib")
     torch = pytest.importorskip("torch")
