@@ -15,7 +15,7 @@ from typing import Any
 from isograd import registry
 from isograd.cli import check, training
 from isograd.cli.suites import SUITES, cases
-from isograd.cli.suites.common import Case, Suite
+from isograd.core.cases import Case, Suite
 from isograd.fenv import default_environment
 
 TARGET = Path(__file__).parent.parent / "src" / "isograd" / "cli" / "digests.json"
