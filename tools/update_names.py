@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import isograd.torch  # noqa: F401 - the operations' files for torch are a part of it
 from isograd.ops import FOLDERS, OPERATIONS, files
 
 PACKAGE = Path(__file__).parent.parent / "src" / "isograd"

@@ -19,10 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 from choices import few
 from interpreter_patches import report
-from operations import FLAVOURS, NUMPY, descriptor, expected, inputs, options, settings_of
+from operations import FLAVOURS, NUMPY, descriptor, expected, inputs, launch_of, options, settings_of
 
-from isograd.core import kernel
-from isograd.ops import FOLDERS, OPERATIONS, files
+from isograd.ops import OPERATIONS
 from isograd.rows.triton_launch import Tile
 
 INTEGER = {2: np.int16, 4: np.int32, 8: np.int64}
@@ -53,7 +52,7 @@ def bits(t: Any) -> Any:
 
 def compared(name: str) -> Iterator[tuple[str, bool]]:
     op = OPERATIONS[name]
-    launch = kernel.functions[name, "cuda"].launch
+    launch = launch_of(name)
     for (seed, dtype), (i, (shape, axis, size)) in few(4, list(enumerate(NUMPY)), list(enumerate(SHAPES))):
         rng = np.random.default_rng((seed, i))
         flavour, settings, given = FLAVOURS[(i + seed) % 5], settings_of(op, axis), options(op, i + seed)
@@ -72,7 +71,4 @@ def compared(name: str) -> Iterator[tuple[str, bool]]:
 
 
 if __name__ == "__main__":
-    for folder in FOLDERS:
-        if "triton" in files(folder):
-            __import__(f"isograd.ops.{folder}.triton")
-    report({name: partial(compared, name) for name, _ in kernel.functions})
+    report({name: partial(compared, name) for name in OPERATIONS})

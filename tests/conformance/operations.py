@@ -1,14 +1,15 @@
 """Problems for every operation of `isograd.ops`, made from its declaration."""
 
+import importlib
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from isograd.core.operands import AlongAxis, Array, Like
+from isograd.core.operands import AlongAxis, Like, PerRow
 from isograd.core.operation import Operation
 from isograd.numerics.storage import compute_dtype
-from isograd.ops import OPERATIONS
+from isograd.ops import FOLDERS, OPERATIONS
 
 NUMPY = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
 FLAVOURS = ("normal", "spread", "special", "masked", "offset")
@@ -32,13 +33,9 @@ def values(rng: Any, flavour: str, shape: tuple[int, ...], dtype: Any) -> Any:
         return np.asarray(x).astype(dtype)
 
 
-def shape_of(array: Array, shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    return array.shape(shape, axis % len(shape))
-
-
 def options(op: Operation, i: int) -> list[str]:
-    """The optional arrays of the i-th choice."""
-    return [key for k, key in enumerate(op.optional) if i >> k & 1]
+    """The optional arrays of the i-th choice: all, none, or one."""
+    return [list(op.optional), [], list(op.optional[:1]), list(op.optional[1:])][i % 4]
 
 
 def inputs(op: Operation, rng: Any, flavour: str, shape: Any, dtype: str, settings: Any, given: Any) -> dict[str, Any]:
@@ -48,7 +45,7 @@ def inputs(op: Operation, rng: Any, flavour: str, shape: Any, dtype: str, settin
         if array.optional and key not in given:
             continue
         of = NUMPY[compute_dtype(dtype) if array.compute else dtype]
-        made[key] = values(rng, flavour, shape_of(array, shape, settings["axis"]), of)
+        made[key] = values(rng, flavour, array.shape(shape, settings["axis"] % len(shape)), of)
         if isinstance(array, AlongAxis) and flavour == "offset":  # a weight near one
             made[key] = np.asarray(1 + made[key].astype(np.float64) * 1e-5).astype(of)
     if root is not None:
@@ -83,5 +80,44 @@ def raw(x: Any) -> tuple[Any, ...]:
     return x.dtype, x.shape, np.ascontiguousarray(x).tobytes()
 
 
-def likes(op: Operation) -> list[str]:
-    return [key for key, a in op.inputs.items() if isinstance(a, Like)]
+def ran(function: Any, op: Operation, made: Any, settings: Any, given: Any) -> tuple[Any, ...]:
+    """The outputs of a function (inputs, attributes, optional outputs), as `isograd.core.call` makes it."""
+    asked = tuple([key for key in given if key in op.outputs])
+    found = function(tuple([made.get(key) for key in op.inputs]), tuple(settings.values()), asked)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def launch_of(name: str) -> Any:
+    """The function that launches an operation's Triton kernels."""
+    from isograd.core import kernel
+
+    module = next(f"isograd.ops.{folder}.triton" for folder in FOLDERS if name.startswith(folder))
+    importlib.import_module(module)
+    return kernel.functions[name, module].launch
+
+
+# --- the public function of an operation -----------------------------------------------------------------------------
+X = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+
+
+def arrays_of(op: Operation, dtype: str = "float32") -> tuple[Any, ...]:
+    """Arrays that its function takes."""
+    made = inputs(op, np.random.default_rng(1), "normal", X.shape, dtype, settings_of(op, -1), op.optional)
+    return tuple([made[key] for key in op.inputs])
+
+
+def wrong_of(op: Operation) -> dict[str, tuple[Any, ...]]:
+    """For each argument of its function what it does not take."""
+    made = dict(zip(op.inputs, arrays_of(op), strict=True))
+    wrong: dict[str, tuple[Any, ...]] = {}
+    for key, array in op.inputs.items():
+        good = made[key]
+        if key == op.problem:
+            wrong[key] = (X.astype(np.int32), "x", None)
+            if len(op.inputs) == 1 or not any(isinstance(a, Like | PerRow) for k, a in op.inputs.items() if k != key):
+                wrong[key] += (np.zeros([1] * 9, np.float32),)
+        else:
+            wrong[key] = (good[:1], good.astype(np.float64), *([] if array.optional else [None]))
+    for key, attribute in op.attributes.items():
+        wrong[key] = (7, 0.5) if attribute.kind == "int" else ("a", -1.0)
+    return wrong

@@ -19,7 +19,7 @@ from isograd.losses.divergence_reference import divisor, temperature_of
 from isograd.losses.triton_totals import divided
 from isograd.reduction import cuda as reduction
 from isograd.reduction import triton_kernels as reduction_kernels
-from isograd.rows.triton_launch import Tile, tile
+from isograd.rows.triton_launch import Tile, halves, tile, words_of
 from isograd.softmax.triton_kernels import softmax, softmax_backward
 from isograd.triton_launcher import (
     Launcher,
@@ -37,19 +37,6 @@ Strides = tuple[int, ...]
 _ELEMENTS = 1024  # of a tile of elements
 _MOST_CHUNKS = 512
 _SHORT_SUM = 1 << 17  # terms whose integer parts add up in one word each
-
-
-def words_of(value: Any, work: str) -> tuple[int, int]:
-    """The bits of a number of the work type as two int32 words, the low one first."""
-    if work == "float64":
-        return halves(int(np.float64(value).view(np.int64)))
-    return int(np.float32(value).view(np.int32)), 0
-
-
-def halves(value: int) -> tuple[int, int]:
-    """A 64-bit integer as two int32 words, the low one first."""
-    low, high = value & 0xFFFFFFFF, value >> 32 & 0xFFFFFFFF
-    return low - (low >> 31 << 32), high - (high >> 31 << 32)
 
 
 # --- elements --------------------------------------------------------------------------------------------------------

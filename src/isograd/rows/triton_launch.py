@@ -9,10 +9,11 @@ for is an error, and so is a value that the kernel has no name for.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from isograd.softmax.triton_launch import configuration
-from isograd.triton_launcher import Launcher, Rows, Specification, architecture, kept, rows
+from isograd.triton_launcher import Launcher, Rows, Specification, architecture, kept, power_of_two, rows
 
 Strides = tuple[int, ...]
 
@@ -34,6 +35,19 @@ def tile(n: int, problem: Rows, whole: Sequence[int], held: int, itemsize: int, 
     config = configuration(n, held, "log_softmax", arch, contiguous, problem.inner, False)
     vector = min(max(16 // itemsize, 1), config.group) if contiguous else config.vector
     return Tile(config.block, config.rows, config.group, vector, config.warps)
+
+
+def words_of(value: Any, work: str) -> tuple[int, int]:
+    """The bits of a number of the work type as two int32 words, the low one first."""
+    if work == "float64":
+        return halves(int(np.float64(value).view(np.int64)))
+    return int(np.float32(value).view(np.int32)), 0
+
+
+def halves(value: int) -> tuple[int, int]:
+    """A 64-bit integer as two int32 words, the low one first."""
+    low, high = value & 0xFFFFFFFF, value >> 32 & 0xFFFFFFFF
+    return low - (low >> 31 << 32), high - (high >> 31 << 32)
 
 
 _ROWS, _PER_ROW, _ONE_ROW = range(3)
@@ -88,7 +102,9 @@ def _prepared(
     tail = tuple([values[name] for name in names[len(first) :]])
     programs = problem.outer * -(-problem.inner // size.rows)
     order = tuple([where[name.removesuffix("_ptr")] for name in first[: len(pointers)]])
-    return _Prepared(Launcher(kernel, Specification(tail, programs, size.warps)), order, numbers)
+    # How many rows there are says nothing of how memory is read where a row's elements are neighbours.
+    free = ("inner",) if all(problem.axis_strides[i] == 1 for i in whole) else ()
+    return _Prepared(Launcher(kernel, Specification(tail, programs, size.warps, free=free)), order, numbers)
 
 
 def launch_rows(
@@ -117,7 +133,7 @@ def launch_rows(
     out = tensors[-1]
     if out.numel() == 0:
         return
-    held = (8 if out.dtype == torch.float64 else 4) * (len(of_rows) - 1)
+    held = (8 if out.dtype == torch.float64 else 4) * power_of_two(len(of_rows) - 1)
     found = _prepared(
         kernel, axis, tuple(out.shape), tuple(kinds), tuple([t.stride() for t in tensors]),
         tuple(constants.items()) if constants else (), tuple(numbers) if numbers else (),

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isograd import faults
 from isograd.core.operands import AlongAxis, Array, Like
 from isograd.core.operation import Operation
 from isograd.errors import InvalidProblemError, IsogradError, UnsupportedError
@@ -40,10 +41,10 @@ _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _SPELLED = {"x": "input", "axis": "dim"}
 Values = tuple[Any, ...]
 Named = Mapping[str, Any]
-_bound: dict[str, "Operator"] = {}
+_bound: dict[str, "Bound"] = {}
 
 
-class Operator:
+class Bound:
     """The operator of an operation, and what is said of its arguments: inputs, then settings."""
 
     call: define.Operator
@@ -230,7 +231,7 @@ def operator(
     derivative: Callable[..., Named] | None = None,
     tangent: Callable[..., Any] | None = None,
     autocast: tuple[str, ...] = (),
-) -> Operator:
+) -> Bound:
     """Define the operator of an operation, after that of its vjp.
 
     derivative: (inputs, settings, whether a gradient is needed, gradients of the outputs), all but the settings by
@@ -238,7 +239,7 @@ def operator(
     tangent: (saved tensors, settings, tangents of the inputs) -> those of the outputs; where the Jacobian is not
     symmetric. autocast: the devices under whose autocast narrow inputs become float32.
     """
-    bound = Operator(op)
+    bound = Bound(op)
     if op.linear is not None:
         gradient = _linear(bound, op.linear)
     elif op.vjp is not None:
@@ -259,7 +260,7 @@ def operator(
 
 
 # --- derivatives -----------------------------------------------------------------------------------------------------
-def _linear(bound: Operator, name: str) -> define.Gradient:
+def _linear(bound: Bound, name: str) -> define.Gradient:
     """Of an operation that is linear in one input, with a symmetric Jacobian, and constant in the others."""
     place = list(bound.op.inputs).index(name)
 
@@ -279,7 +280,7 @@ def _linear(bound: Operator, name: str) -> define.Gradient:
     )
 
 
-def _by_vjp(bound: Operator, vjp: Operator, tangent: Callable[..., Any] | None) -> define.Gradient:
+def _by_vjp(bound: Bound, vjp: Bound, tangent: Callable[..., Any] | None) -> define.Gradient:
     op = bound.op
     arrays, attributes = [*op.inputs, *op.outputs], list(op.attributes)
     upstream = {f"d{key}": i for i, key in enumerate(op.outputs) if f"d{key}" in vjp.op.inputs}
@@ -304,6 +305,8 @@ def _by_vjp(bound: Operator, vjp: Operator, tangent: Callable[..., Any] | None) 
         return vjp.call(*[given[i] for i in order], *[node.settings[i] for i in handed], *asked)
 
     def backward(node: Any, saved: Values, *grads: Tensor | None) -> Values:
+        if all(grads[i] is None for i in upstream.values()):
+            return (None,)
         needs = node.needs_input_grad
         found = pulled(node, saved, grads, [needs[i] for i in flags])
         if isinstance(found, Tensor):
@@ -319,7 +322,7 @@ def _by_vjp(bound: Operator, vjp: Operator, tangent: Callable[..., Any] | None) 
 
 
 def _by_function(
-    bound: Operator, derivative: Callable[..., Named] | None, tangent: Callable[..., Any] | None
+    bound: Bound, derivative: Callable[..., Named] | None, tangent: Callable[..., Any] | None
 ) -> define.Gradient:
     op = bound.op
 
@@ -351,9 +354,9 @@ def _pushed(op: Operation, tangent: Callable[..., Any] | None, saved: Named, set
 _CHECKS: dict[str, Callable[[str, str, Any], Any]] = {"int": integer, "float": real_number}
 
 
-def function(bound: Operator) -> Callable[..., Any]:
-    """The function (inputs, attributes) -> outputs, which looks at what users bring."""
-    name, call, count = bound.op.name, bound.call, len(bound.op.inputs)
+def function(bound: Bound, called: str | None = None) -> Callable[..., Any]:
+    """The function (inputs, attributes) -> outputs, which looks at what users bring; `called`: by another name."""
+    name, call, count = called or bound.op.name, bound.call, len(bound.op.inputs)
     arguments = bound.names[:count]
     checks = [(_CHECKS[a.kind], key) for key, a in zip(bound.names[count:], bound.op.attributes.values(), strict=False)]
 
@@ -363,6 +366,11 @@ def function(bound: Operator) -> Callable[..., Any]:
             if tensor is not None:
                 require_dense(name, tensor, argument)
         values = [check(name, key, value) for (check, key), value in zip(checks, attributes, strict=True)]
-        return call(*inputs, *values)
+        try:
+            return call(*inputs, *values)
+        except IsogradError as error:
+            if called is None:
+                raise
+            raise faults.named(called).renamed(error) from None
 
     return run
