@@ -329,7 +329,20 @@ def divergences(device: str, quick: bool) -> Iterator[Problem]:
     )
 
 
-FAMILIES = {"gather": gather, "router": router, "losses": losses, "divergences": divergences}
+def norms(device: str, quick: bool) -> Iterator[Problem]:
+    """Rows divided by their root mean square, and the gradients of rows and weight."""
+    rows, width = (64, 256) if quick else (2048, 4096) if device == "cpu" else (16384, 4096)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    x, dy = (torch.randn(rows, width, device=device, dtype=dtype).requires_grad_() for _ in range(2))
+    weight = torch.ones(width, device=device, dtype=dtype, requires_grad=True)
+    calls: dict[str, Call] = {}
+    for who, norm in (("isograd", igt.rms_norm), ("torch", F.rms_norm)):
+        y = norm(x, (width,), weight)
+        calls[who] = lambda y=y: torch.autograd.grad(y, (x, weight), dy, retain_graph=True)
+    yield Problem(f"rms_norm backward [{rows}, {width}] {str(dtype)[6:]}, rows and weight", size_of(x, x, x), calls)
+
+
+FAMILIES = {"gather": gather, "router": router, "losses": losses, "divergences": divergences, "norms": norms}
 
 
 # --- timing ----------------------------------------------------------------------------------------------------------

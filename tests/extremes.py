@@ -9,7 +9,7 @@ import numpy as np
 from isograd.cli.check import Runner, as_results, worst_error
 from isograd.cli.devices import DEVICES
 from isograd.cli.suites import SUITES
-from isograd.cli.suites.common import Case, store
+from isograd.core.cases import Case, store
 from isograd.errors import UnsupportedError
 from isograd.fenv import default_environment
 from isograd.losses import cross_entropy_reference

@@ -8,7 +8,7 @@ from extremes import entries, ratios, zeros
 from isograd.cli.check import Runner, as_results
 from isograd.cli.devices import DEVICES
 from isograd.cli.suites import SUITES
-from isograd.cli.suites.common import Case
+from isograd.core.cases import Case
 
 FLOATS = {name: suite for name, suite in SUITES.items() if set(suite.dtypes) >= {"float32", "bfloat16"}}
 each_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float32", thorough("float16"), thorough("float64")])

@@ -6,12 +6,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from choices import thorough
+from conformance.operations import arrays_of
 from modes import MODES, environment
 
 import isograd as ig
 from isograd.elementwise import api as elementwise
 from isograd.numerics import random
 from isograd.numerics.matmul import matmul
+from isograd.ops import OPERATIONS
 from isograd.reduction import api as sums
 from isograd.tape import Tape, silu
 
@@ -153,8 +155,8 @@ def calls(dtype):
         yield "distillation_loss_backward", ig.distillation_loss_backward, arguments, {}
     yield "gumbel_softmax", ig.gumbel_softmax, (x, 0.7), {"seed": 1}
     yield "gumbel_softmax_backward", ig.gumbel_softmax_backward, (upstream, p, 0.7), {}
-    yield "sparsemax", ig.sparsemax, (x,), {}
-    yield "sparsemax_backward", ig.sparsemax_backward, (upstream, ig.sparsemax(x)), {}
+    for name, op in OPERATIONS.items():
+        yield name, getattr(ig, name), arrays_of(op, np.dtype(dtype).name), {}
     yield "top_k", ig.top_k, (x, 3), {}
     yield "renormalize", ig.renormalize, (p,), {}
     yield "renormalize_backward", ig.renormalize_backward, (upstream, p), {}

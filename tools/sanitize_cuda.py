@@ -18,7 +18,7 @@ from isograd import registry
 from isograd.cli.check import Runner
 from isograd.cli.devices import DEVICES
 from isograd.cli.suites import SUITES, cases
-from isograd.cli.suites.common import Case, normal, store
+from isograd.core.cases import Case, normal, store
 from isograd.errors import UnsupportedError
 
 MOST_ELEMENTS = 1 << 21

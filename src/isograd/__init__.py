@@ -5,7 +5,7 @@ from isograd.fenv import default_environment
 # Literals are rounded when a module is compiled and constants when it is loaded: this happens under the default
 # environment, whatever the caller's is.
 with default_environment():
-    from isograd import optim
+    from isograd import exported, optim
     from isograd.array_functions import (
         equal,
         exp,
@@ -59,6 +59,7 @@ with default_environment():
         UnsupportedError,
         WorkspaceTooSmallError,
     )
+    from isograd.exported import *  # noqa: F403
     from isograd.faults import (
         check,
         debug,
@@ -122,18 +123,12 @@ with default_environment():
     from isograd.losses.simplex_api import (
         gumbel_softmax,
         gumbel_softmax_backward,
-        sparsemax,
-        sparsemax_backward,
     )
     from isograd.losses.simplex_plans import (
         GumbelSoftmaxBackwardDescriptor,
         GumbelSoftmaxBackwardPlan,
         GumbelSoftmaxDescriptor,
         GumbelSoftmaxPlan,
-        SparsemaxBackwardDescriptor,
-        SparsemaxBackwardPlan,
-        SparsemaxDescriptor,
-        SparsemaxPlan,
     )
     from isograd.parallel import (
         get_num_threads,
@@ -305,10 +300,6 @@ __all__ = [
     "SoftmaxBackwardPlan",
     "SoftmaxDescriptor",
     "SoftmaxPlan",
-    "SparsemaxBackwardDescriptor",
-    "SparsemaxBackwardPlan",
-    "SparsemaxDescriptor",
-    "SparsemaxPlan",
     "TakeAlongAxisBackwardDescriptor",
     "TakeAlongAxisBackwardPlan",
     "TakeAlongAxisDescriptor",
@@ -379,8 +370,6 @@ __all__ = [
     "silu",
     "softmax",
     "softmax_backward",
-    "sparsemax",
-    "sparsemax_backward",
     "sqrt",
     "sum",
     "take_along_axis",
@@ -390,3 +379,4 @@ __all__ = [
     "unregister_kernel",
     "where",
 ]
+__all__ += exported.__all__

@@ -6,6 +6,7 @@ torch and triton are imported when they are first needed.
 import importlib.util
 from abc import abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from isograd.errors import DeviceMismatchError, InvalidProblemError
@@ -47,6 +48,19 @@ def architecture() -> str:
     return "/".join(sorted(names))
 
 
+def on_stream(operation: str, stream: Any, arguments: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """A block whose launches run on a stream of the arguments' device; an error for anything else."""
+    import torch
+
+    if not isinstance(stream, torch.cuda.Stream):
+        raise InvalidProblemError(f"{operation}: stream is a {type(stream).__name__}; expected a torch.cuda.Stream")
+    device = next(iter(arguments.values())).device
+    if stream.device != device:
+        raise DeviceMismatchError(f"{operation}: stream belongs to {stream.device}; the arguments are on {device}")
+    context: AbstractContextManager[Any] = torch.cuda.stream(stream)
+    return context
+
+
 class TritonKernel(Kernel):
     """A kernel on a GPU: operands are torch tensors of one device, which need not be the current one."""
 
@@ -66,13 +80,5 @@ class TritonKernel(Kernel):
         if stream is None:
             self.compute(descriptor, arguments, workspace)
             return
-        import torch
-
-        operation = descriptor.operation
-        if not isinstance(stream, torch.cuda.Stream):
-            raise InvalidProblemError(f"{operation}: stream is a {type(stream).__name__}; expected a torch.cuda.Stream")
-        device = next(iter(arguments.values())).device
-        if stream.device != device:
-            raise DeviceMismatchError(f"{operation}: stream belongs to {stream.device}; the arguments are on {device}")
-        with torch.cuda.stream(stream):
+        with on_stream(descriptor.operation, stream, arguments):
             self.compute(descriptor, arguments, workspace)

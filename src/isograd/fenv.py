@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The floating-point environment of a call.
 
 Flush-to-zero and the rounding mode live in a register that a thread inherits from whoever started it;

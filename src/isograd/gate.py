@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """A count of the threads that work for a call, which the call closes and waits for in one step.
 
 The count is a word of memory that compiled functions change. Each of them is one call into C: a thread that is inside

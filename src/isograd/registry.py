@@ -51,6 +51,7 @@ _FAMILIES = (
     "isograd.losses.simplex_plans",
     "isograd.losses.cross_entropy_cuda",
     "isograd.losses.distributions_cuda",
+    "isograd.ops",
     "isograd.attention.plans",
     "isograd.attention.cuda",
     "isograd.attention.metal",

@@ -26,8 +26,8 @@ import isograd as ig
 from isograd.losses import divergence_plans as divergence
 from isograd.losses import simplex_plans as simplex
 from isograd.losses import triton_distributions_launch as launch
-from isograd.losses.promises import work_name
-from isograd.losses.triton_distributions_launch import Tile
+from isograd.numerics.storage import compute_dtype
+from isograd.rows.triton_launch import Tile
 from isograd.softmax import reference as softmax
 
 NUMPY = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
@@ -94,7 +94,7 @@ def kl(backward: bool) -> Iterator[Case]:
             yield label, got, expected("kl_div", x, t, **options)
             continue
         wrt = "target" if i % 2 else "input"
-        g = values(rng, "normal", x.shape if reduction == "none" else (), NUMPY[work_name(dtype)])
+        g = values(rng, "normal", x.shape if reduction == "none" else (), NUMPY[compute_dtype(dtype)])
         descriptor = divergence.KlDivBackwardDescriptor(*fields, wrt)
         got = run(launch.kl_div_backward, descriptor, {"dloss": g, "input": x, "target": t})
         yield f"{label} {wrt}", got, expected("kl_div_backward", g, x, t, wrt=wrt, **options)
@@ -134,7 +134,7 @@ def distilled(
     if not backward:
         got = run(launch.distillation, divergence.DistillationLossDescriptor(**fields), inputs, size)
         return label, got, expected("distillation_loss", **inputs, **options)
-    g = values(rng, "normal", shape[:-1] if reduction == "none" else (), NUMPY[work_name(dtype)])
+    g = values(rng, "normal", shape[:-1] if reduction == "none" else (), NUMPY[compute_dtype(dtype)])
     descriptor = divergence.DistillationLossBackwardDescriptor(**fields)
     got = run(launch.distillation, descriptor, {"dloss": g, **inputs}, size)
     return label, got, expected("distillation_loss_backward", g, **inputs, **options)
@@ -189,22 +189,16 @@ def axes(operation: str) -> Iterator[Case]:
         rng = np.random.default_rng((seed, i))
         flavour = FLAVOURS[(i + seed) % 5]
         x = values(rng, flavour, shape, NUMPY[dtype])
-        if operation == "sparsemax" and flavour == "normal":
-            x = (x * np.array(0.1, NUMPY[dtype])).astype(NUMPY[dtype])
-        options: dict[str, Any] = {"axis": axis}
-        if operation.startswith("gumbel"):
-            options["tau"] = (1.0, 0.5, 3.7)[i % 3]
-        inputs = {"x": x}
+        options: dict[str, Any] = {"axis": axis, "tau": (1.0, 0.5, 3.7)[i % 3]}
+        inputs = {"logits": x}
         if operation == "gumbel_softmax":
-            inputs = {"logits": x}
             options |= {
                 "hard": i % 3 == 1,
                 "seed": (7, 2**63 + 5)[i % 2],
                 "offset": (0, 8, 2**34 - 3, 2**64 - 9)[i % 4],
             }
-        elif operation.endswith("backward"):
-            forward = reference("sparsemax") if operation.startswith("sparse") else softmax.softmax
-            y = forward(x, axis) if i % 2 else x
+        else:
+            y = softmax.softmax(x, axis) if i % 2 else x
             inputs = {"dy": values(rng, flavour, shape, NUMPY[dtype]), "y": y}
         name = "".join(part.capitalize() for part in operation.split("_"))
         descriptor = getattr(simplex, f"{name}Descriptor")(shape, dtype, **options)
@@ -222,8 +216,6 @@ SUITES: dict[str, Any] = {
     "faults": faults,
     "gumbel": lambda: axes("gumbel_softmax"),
     "gumbel_backward": lambda: axes("gumbel_softmax_backward"),
-    "sparsemax": lambda: axes("sparsemax"),
-    "sparsemax_backward": lambda: axes("sparsemax_backward"),
 }
 
 

@@ -16,7 +16,7 @@ from choices import alongside, quick_first, thinned  # noqa: E402
 from triton_targets import TARGETS, resources  # noqa: E402
 
 from isograd.losses import triton_distributions_launch as launch  # noqa: E402
-from isograd.losses.promises import work_name  # noqa: E402
+from isograd.numerics.storage import compute_dtype  # noqa: E402
 from isograd.reduction import cuda as reduction  # noqa: E402
 
 SCRIPT = Path(__file__).parent / "distributions_interpreted.py"
@@ -31,8 +31,6 @@ CASES = {
     "faults": (16, 16),
     "gumbel": (8, 32),
     "gumbel_backward": (8, 32),
-    "sparsemax": (8, 32),
-    "sparsemax_backward": (8, 32),
 }
 QUICK = ("kl", "distillation", "faults", "gumbel")
 
@@ -55,15 +53,13 @@ OPERATIONS = (
     "top_loss",
     "top_loss_backward",
     "gumbel_softmax",
-    "sparsemax",
-    "sparsemax_backward",
 )
 
 
 def call(operation: str, problem: str) -> Any:
     """A function that launches an operation."""
     name, count, n = PROBLEMS[problem]
-    shape, dtype, work = (count, n), getattr(torch, name), getattr(torch, work_name(name))
+    shape, dtype, work = (count, n), getattr(torch, name), getattr(torch, compute_dtype(name))
     x, loss = torch.zeros(shape, dtype=dtype), torch.zeros((), dtype=work)
     if operation == "kl_div":
         descriptor: Any = ig.KlDivDescriptor(shape, name)
@@ -80,14 +76,8 @@ def call(operation: str, problem: str) -> Any:
         arguments |= {"indices": torch.zeros((count, 8), dtype=torch.int64)} if top else {}
         arguments |= {"dloss": losses, "dstudent": x} if backward else {"loss": losses}
         return lambda: launch.distillation(descriptor, arguments)
-    kinds = {
-        "gumbel_softmax": (ig.GumbelSoftmaxDescriptor, ("logits", "y")),
-        "sparsemax": (ig.SparsemaxDescriptor, ("x", "y")),
-        "sparsemax_backward": (ig.SparsemaxBackwardDescriptor, ("dy", "y", "dx")),
-    }
-    kind, names = kinds[operation]
-    descriptor = kind(shape, name).validated()
-    return lambda: launch.simplex(descriptor, dict.fromkeys(names, x))
+    descriptor = ig.GumbelSoftmaxDescriptor(shape, name).validated()
+    return lambda: launch.simplex(descriptor, {"logits": x, "y": x})
 
 
 @pytest.mark.thorough

@@ -12,8 +12,8 @@ from problems import DTYPES, array, same_bits, stored, tensor
 import isograd
 from isograd import metal
 from isograd.arrays import numpy_dtype
-from isograd.cli.suites.common import Case
 from isograd.cli.suites.router import SUITES
+from isograd.core.cases import Case
 from isograd.errors import IndexOutOfRangeError, UnsupportedError
 from isograd.router import reference
 from isograd.router.descriptors import MoeRouterDescriptor

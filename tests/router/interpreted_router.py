@@ -24,8 +24,8 @@ from interpreter_patches import report
 
 from isograd import IndexOutOfRangeError, check
 from isograd.arrays import numpy_dtype
-from isograd.cli.suites.common import Case
 from isograd.cli.suites.router import SUITES
+from isograd.core.cases import Case
 from isograd.router import loss_descriptors as d
 from isograd.router import triton_kernels
 from isograd.router.cuda import TritonRouter

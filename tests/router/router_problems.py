@@ -4,8 +4,8 @@ import ml_dtypes
 import numpy as np
 
 from isograd import arrays
-from isograd.cli.suites.common import Case
 from isograd.cli.suites.router import SUITES
+from isograd.core.cases import Case
 from isograd.router import descriptors, reference
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]

@@ -20,8 +20,8 @@ from router_problems import (
 
 import isograd as ig
 from isograd import parallel
-from isograd.cli.suites.common import Case
 from isograd.cli.suites.router import SUITES
+from isograd.core.cases import Case
 from isograd.numerics.numba_memory import LANES
 from isograd.numerics.numba_sum import PARTIAL
 from isograd.router import reference

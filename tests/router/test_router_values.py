@@ -8,8 +8,8 @@ from router_problems import DTYPES, EACH, dtypes_of, plan_of, raw, run, values
 import isograd as ig
 from isograd import arrays
 from isograd.cli.check import worst_error
-from isograd.cli.suites.common import Case
 from isograd.cli.suites.router import SUITES
+from isograd.core.cases import Case
 from isograd.router import bounds, oracle, reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in cast:RuntimeWarning")

@@ -10,8 +10,8 @@ import pytest
 import isograd as ig
 from isograd import arrays
 from isograd.numerics import reference as numerics
+from isograd.numerics.bounds import ulp
 from isograd.softmax import reference as ref
-from isograd.softmax.bounds import ulp
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 OPERATIONS = ["softmax", "log_softmax", "softmax_backward", "log_softmax_backward"]

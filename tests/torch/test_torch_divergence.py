@@ -204,8 +204,6 @@ def operators(dtype, seed=0):
         ops_divergence.DISTILLATION_LOSS_BACKWARD: (dloss, x, t.detach(), 2.0, None, "mean"),
         ops_simplex.GUMBEL_SOFTMAX: (x, 0.5, True, 0, 3, 4),
         ops_simplex.GUMBEL_SOFTMAX_BACKWARD: (x, t, 0.5, 0),
-        ops_simplex.SPARSEMAX: (x, 0),
-        ops_simplex.SPARSEMAX_BACKWARD: (x, t.detach(), 0),
     }
 
 

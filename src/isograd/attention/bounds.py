@@ -29,8 +29,8 @@ from isograd.attention import reference
 from isograd.attention.options import AttentionOptions
 from isograd.attention.reference import AttentionGradients, Floats, Inputs
 from isograd.numerics import reference as ref
+from isograd.numerics.bounds import LARGEST, ulp
 from isograd.plan import ErrorBound
-from isograd.softmax.bounds import LARGEST, ulp
 
 # Half an ulp of 1, and half of the smallest subnormal, where probabilities are stored in 16 bits.
 _NARROWED = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}

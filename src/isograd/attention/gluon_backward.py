@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa: N803, N806, RUF059
 """The backward pass of attention on Hopper, in Gluon: causal or full, head dimensions 64 and 128, 16 bits.
 

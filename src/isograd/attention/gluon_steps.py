@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """What the Hopper kernels of attention share: TMA under one name in every Triton, and operands in 16 bits."""
 
 import math

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The backward pass of attention on the CPU.
 
 Scores and probabilities are computed again, tile by tile. Every element of dq is summed over tiles of keys, of dk and

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The forward pass of attention on the CPU, and what forward and backward need besides: problems, delta.
 
 A step is a few tiles of BLOCK_Q queries each, which read the same head of k and v. It goes through the tiles of keys

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Matrix products of small tiles on the CPU, as chains of fused multiply-adds in the order of the contracted index.
 
     c[i, j] = Σ_k a[i, k] b[k, j], a chain from zero for every TERMS values of k, the chains added in their order

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Rows of operands and results for attention on the CPU, converted a tile at a time.
 
 Kernels compute in the work type, and read and write arrays [B, H, L, D] of any storage type and strides: a tile is

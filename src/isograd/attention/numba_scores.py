@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Scores of a tile on the CPU: softcap, bias, everything that hides keys, dropout, and the softmax's running state."""
 
 from typing import Any, NamedTuple

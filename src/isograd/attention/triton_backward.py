@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa: N803
 """The backward pass of attention in Triton: one kernel keeps a tile of keys, another one a tile of queries.
 

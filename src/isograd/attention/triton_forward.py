@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa: N803
 """The forward pass of attention in Triton (FlashAttention-2, Dao 2023): a program keeps a tile of queries.
 

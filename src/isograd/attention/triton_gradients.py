@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa: N803
 """The gradients of the bias and of the sinks in Triton, and the check of cu_seqlens.
 

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa: N803
 """What the attention kernels in Triton share: where a program works, which tiles it visits, the scores, the dropout.
 

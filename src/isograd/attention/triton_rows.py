@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa: N803
 """What the backward pass of attention needs of every row beforehand, and dQ from integers afterwards.
 

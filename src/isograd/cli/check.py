@@ -17,7 +17,7 @@ from isograd import parallel
 from isograd.arrays import numpy_dtype
 from isograd.cli.devices import DEVICES, Device
 from isograd.cli.suites import SUITES
-from isograd.cli.suites.common import Array, Arrays, Case, Change, Suite
+from isograd.core.cases import Array, Arrays, Case, Change, Suite
 from isograd.errors import UnsupportedError
 from isograd.fenv import default_environment
 from isograd.plan import PrecisionGuarantee

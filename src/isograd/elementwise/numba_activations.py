@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """tanh and both forms of gelu on the CPU, over a range of a contiguous array; see `reference.py`."""
 
 import math

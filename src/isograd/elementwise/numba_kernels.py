@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Elementwise functions on the CPU, over a range of a contiguous array."""
 
 from typing import Any

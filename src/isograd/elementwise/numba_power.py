@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Powers and their gradients on the CPU, in binary64, over a range of contiguous arrays; see `reference.py`."""
 
 import math

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from isograd.gather import reference as ref
 from isograd.numerics import constants as c
+from isograd.numerics.bounds import LARGEST, ulp
 from isograd.plan import ErrorBound
-from isograd.softmax.bounds import LARGEST, ulp
 
 Array = NDArray[Any]
 

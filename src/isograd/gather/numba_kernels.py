@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The gather family on the CPU: indices checked, values copied, and sums along lines that have indices of their own.
 
 `numba_rows.py` has the sums in which one index stands for a whole row.

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Sums of whole rows on the CPU: the sources are grouped by destination once, then destinations are independent.
 
 A task is a destination and a tile of at most LANES columns, so that a row with very many sources is shared out too.

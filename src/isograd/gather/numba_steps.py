@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Steps of the gather family's CPU kernels: indices of any type, and integer sums of single destination elements.
 
 A sum is kept as top * 2**88 + mid * 2**44 + low, three int64. Terms of binary32 go to `low`, terms of binary64 to `mid`

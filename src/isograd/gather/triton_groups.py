@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa: N803, RET505
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """Sums of whole rows by index in Triton (index_add, embedding backward, segment_sum), and rows by index.

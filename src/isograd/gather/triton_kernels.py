@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa: N803
 """take_along_axis and elementwise scatter sums in Triton: any axis, any strides; formulas in `reference.py`.
 

@@ -1,6 +1,6 @@
 """The error bounds that plans of cross entropy promise, as formulas that can be evaluated.
 
-Notation as in `softmax/bounds.py`: u half an ulp of 1 in the work type, q the quantum of a sum of exponentials, n the
+Notation as in `numerics/bounds.py`: u half an ulp of 1 in the work type, q the quantum of a sum of exponentials, n the
 number of classes, η half of the smallest subnormal. A log-probability is off by at most δ |lp| + n q, δ being 2^-15 in
 16 bits and 4u else, and log Σ exp by at most λ = δ |lse - m| + 4u (|lse| + |m|) + n q. With d the target distribution,
 D = Σ_j |d_j| and T = Σ_j |d_j lp_j|:
@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from isograd.losses import cross_entropy_reference as reference
 from isograd.losses.cross_entropy_reference import IGNORE_INDEX, Exact
 from isograd.numerics import constants as c
+from isograd.numerics.bounds import LARGEST, ulp
 from isograd.plan import ErrorBound
-from isograd.softmax.bounds import LARGEST, ulp
 
 Floats = NDArray[Any]
 

@@ -1,4 +1,4 @@
-"""Divergences, gumbel_softmax and sparsemax on NVIDIA and AMD GPUs, compiled by Triton.
+"""Divergences and gumbel_softmax on NVIDIA and AMD GPUs, compiled by Triton.
 
 torch and triton are imported when a kernel runs.
 """
@@ -35,7 +35,7 @@ class TritonDivergence(TritonKernel):
 
 
 class TritonSimplex(TritonKernel):
-    """gumbel_softmax, sparsemax and their gradients on a GPU; needs no workspace."""
+    """gumbel_softmax and its gradient on a GPU; needs no workspace."""
 
     def sku(self, descriptor: Any) -> KernelSku:
         """The kernel's identity."""
@@ -53,5 +53,5 @@ class TritonSimplex(TritonKernel):
 for _dtype in DTYPES:
     for _operation in ("kl_div", "kl_div_backward", "distillation_loss", "distillation_loss_backward"):
         register_kernel(_operation, "cuda", _dtype, TritonDivergence())
-    for _operation in ("gumbel_softmax", "gumbel_softmax_backward", "sparsemax", "sparsemax_backward"):
+    for _operation in ("gumbel_softmax", "gumbel_softmax_backward"):
         register_kernel(_operation, "cuda", _dtype, TritonSimplex())

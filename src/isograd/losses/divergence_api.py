@@ -18,7 +18,8 @@ from isograd.losses.divergence_plans import (
     KlDivDescriptor,
     KlDivPlan,
 )
-from isograd.losses.promises import checked_flag, checked_reduction, checked_scale, work_name
+from isograd.losses.promises import checked_flag, checked_reduction, checked_scale
+from isograd.numerics.storage import compute_dtype
 from isograd.typing import BatchReduction, DataT, ScalarT, SupportsDLPack
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def kl_div(input: Any, target: Any, reduction: str = "mean", log_target: bool = 
     (x, t), restore = functional.inputs(operation, input=input, target=target)
     device, dtype = arrays.describe(x, operation, "input")
     plan = functional.plan(KlDivPlan, KlDivDescriptor(tuple(x.shape), dtype, reduction, log_target), device)
-    loss = functional.empty(plan.descriptor.loss_shape, work_name(dtype), x)  # type: ignore[attr-defined]
+    loss = functional.empty(plan.descriptor.loss_shape, compute_dtype(dtype), x)  # type: ignore[attr-defined]
     return restore(functional.run(plan, input=x, target=t, loss=loss))
 
 
@@ -163,7 +164,7 @@ def distillation_loss(
     taken, restore = functional.inputs(operation, **given)
     device, fields = _fields(operation, taken, temperature, reduction)
     plan = functional.plan(DistillationLossPlan, DistillationLossDescriptor(*fields), device)
-    loss = functional.empty(plan.descriptor.loss_shape, work_name(plan.descriptor.dtype), taken[0])  # type: ignore[attr-defined]
+    loss = functional.empty(plan.descriptor.loss_shape, compute_dtype(plan.descriptor.dtype), taken[0])  # type: ignore[attr-defined]
     return restore(functional.run(plan, **dict(zip(given, taken, strict=True)), loss=loss))
 
 

@@ -14,39 +14,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd.losses import divergence_reference as ref
+from isograd.numerics.bounds import LARGEST, limits, sum_error, ulp
+from isograd.numerics.storage import compute_dtype
 from isograd.plan import ErrorBound
-from isograd.softmax import bounds as family
 
 Floats = NDArray[Any]
 _WIDE = np.longdouble
 
 
-def work_name(dtype: str) -> str:
-    """The name of the type that a storage type is computed in."""
-    return "float64" if dtype == "float64" else "float32"
-
-
-def sum_error(terms: Floats, dtype: str, axis: Any = None) -> Floats:
-    """Count · q / 2 of an order-free sum, q from the largest term or the next binade; infinite where one overflows."""
-    _, bits, _, largest = family._work(dtype)
-    top = np.max(np.abs(terms), axis=axis, initial=0) * (1 + 2.0**-20)
-    count = terms.size if axis is None else terms.shape[axis]
-    _, exponent = np.frexp(top)
-    q = np.ldexp(np.ones_like(top), np.maximum(exponent - 1, -1022 if dtype == "float64" else -126) - bits)
-    return np.where(top <= largest, count * q / 2, np.where(np.isinf(top), 0, np.inf))
-
-
 def _reduced(losses: Floats, errors: Floats, reduction: str, dtype: str) -> Floats:
     """The bound of the reduced losses from those of single ones, their own rounding included."""
-    work = work_name(dtype)
+    work = compute_dtype(dtype)
     count = ref.divisor(reduction, losses.shape)
     with np.errstate(all="ignore"):
         if reduction == "none":
-            return np.asarray(np.where(np.isfinite(losses) & (np.abs(losses) > family.LARGEST[work]), np.inf, errors))
+            return np.asarray(np.where(np.isfinite(losses) & (np.abs(losses) > LARGEST[work]), np.inf, errors))
         value = np.asarray(losses.sum() / _WIDE(count))
         error = np.asarray((errors.sum() + sum_error(losses, work)) / _WIDE(max(count, 1)))
-        overflow = np.isfinite(value) & (np.abs(value) * max(count, 1) > family.LARGEST[work])
-        return np.asarray(np.where(overflow, np.inf, error + family.ulp(value, work)))
+        overflow = np.isfinite(value) & (np.abs(value) * max(count, 1) > LARGEST[work])
+        return np.asarray(np.where(overflow, np.inf, error + ulp(value, work)))
 
 
 def _kl_parts(input: Floats, target: Floats, log_target: bool) -> tuple[Floats, Floats, Floats]:  # noqa: A002
@@ -58,7 +44,7 @@ def _kl_parts(input: Floats, target: Floats, log_target: bool) -> tuple[Floats, 
 
 
 def _kl_div(dtype: str, input: Floats, target: Floats, reduction: str = "mean", log_target: bool = False) -> Floats:  # noqa: A002
-    u, _, eta, _ = family._work(dtype)
+    u, _, eta, _ = limits(dtype)
     with np.errstate(all="ignore"):
         terms = ref.oracle_kl_terms(input, target, log_target)
         p, log_p, d = _kl_parts(input, target, log_target)
@@ -75,7 +61,7 @@ def _kl_div_backward(
     log_target: bool = False,
     wrt: str = "input",
 ) -> Floats:
-    u, _, eta, largest = family._work(dtype)
+    u, _, eta, largest = limits(dtype)
     with np.errstate(all="ignore"):
         dx = ref.oracle_kl_div_backward(dloss, input, target, reduction, log_target, wrt)
         g = np.abs(dloss.astype(_WIDE)) / (1 if reduction == "none" else _WIDE(ref.divisor(reduction, input.shape)))
@@ -85,9 +71,9 @@ def _kl_div_backward(
         else:
             error = 5 * u * g * (log_p + 2 * d + 2) * (p if log_target else 1) + (4 * eta * g * (d + 1))
             error = error + 2 * eta * d
-        error = error + 2 * eta * (1 + p) + family.ulp(dx, dtype) / 2
+        error = error + 2 * eta * (1 + p) + ulp(dx, dtype) / 2
         slope = p if wrt == "input" else (d + 1) * (np.maximum(p, 1) if log_target else 1)
-        large = (slope * (1 + 2.0**-10) > largest) | (np.abs(dx) > family.LARGEST[dtype])
+        large = (slope * (1 + 2.0**-10) > largest) | (np.abs(dx) > LARGEST[dtype])
         return np.where(np.isfinite(dx) & large, np.inf, error)
 
 
@@ -106,7 +92,7 @@ class _Rows:
     """Rows of scaled logits: the exact distribution and how far off its parts are."""
 
     def __init__(self, logits: Floats, temperature: float, dtype: str) -> None:
-        u, bits, eta, largest = family._work(dtype)
+        u, bits, eta, largest = limits(dtype)
         n = logits.shape[-1]
         z = logits.astype(_WIDE) / _WIDE(temperature)
         self.log_p = ref._oracle_log_softmax(z)
@@ -124,7 +110,7 @@ class _Rows:
 
 
 def _row_terms(dtype: str, student: Floats, teacher: Floats, temperature: float) -> tuple[Floats, Floats]:
-    u, _, eta, _ = family._work(dtype)
+    u, _, eta, _ = limits(dtype)
     terms = ref.oracle_distillation_terms(student, teacher, None, temperature)
     s, t = _Rows(student, temperature, dtype), _Rows(teacher, temperature, dtype)
     d = np.where(t.p > 0, np.abs(t.log_p - s.log_p), 0)
@@ -134,17 +120,17 @@ def _row_terms(dtype: str, student: Floats, teacher: Floats, temperature: float)
 
 def _rest_error(log_p: Floats, dtype: str) -> Floats:
     """How far the teacher's rest is off."""
-    u, bits, _, _ = family._work(dtype)
+    u, bits, _, _ = limits(dtype)
     return np.asarray(2 * u * np.exp(log_p).sum(-1) + log_p.shape[-1] * 2.0 ** (1 - bits) + u)
 
 
 def _rest_relative(dtype: str, n: int) -> float:
     """The relative error that quanta cause in the sum over the student's rest."""
-    return float(2 * n * 2.0 ** (ref.REST_BITS - family._work(dtype)[1]))
+    return float(2 * n * 2.0 ** (ref.REST_BITS - limits(dtype)[1]))
 
 
 def _top_terms(dtype: str, student: Floats, teacher: Floats, indices: Any, temperature: float) -> tuple[Floats, Floats]:
-    u, _, eta, _ = family._work(dtype)
+    u, _, eta, _ = limits(dtype)
     terms = ref.oracle_distillation_terms(student, teacher, indices, temperature)
     log_p, log_q, p_rest, log_q_rest = ref.oracle_rest(student, teacher, indices, temperature)
     s, p = _Rows(student, temperature, dtype), np.exp(log_p)
@@ -168,7 +154,7 @@ def _distillation_loss(
     temperature: float = 1.0,
     reduction: str = "batchmean",
 ) -> Floats:
-    u, _, _, _ = family._work(dtype)
+    u, _, _, _ = limits(dtype)
     with np.errstate(all="ignore"):
         if student.size == 0:
             losses = np.zeros(student.shape[:-1], _WIDE)
@@ -180,9 +166,9 @@ def _distillation_loss(
             terms, errors = _top_terms(dtype, student, teacher, indices, temperature)
             large = _Rows(student, temperature, dtype).large
         losses = _WIDE(temperature) ** 2 * terms.sum(-1)
-        error = _WIDE(temperature) ** 2 * (errors.sum(-1) + sum_error(terms, work_name(dtype), -1))
+        error = _WIDE(temperature) ** 2 * (errors.sum(-1) + sum_error(terms, compute_dtype(dtype), -1))
         exact = math.frexp(temperature)[0] == 0.5
-        error = error + family.ulp(losses, work_name(dtype)) / 2 + (0 if exact else 4.1 * u * np.abs(losses))
+        error = error + ulp(losses, compute_dtype(dtype)) / 2 + (0 if exact else 4.1 * u * np.abs(losses))
         return _reduced(losses, np.where(np.isfinite(losses), np.where(large, np.inf, error), 0), reduction, dtype)
 
 
@@ -195,7 +181,7 @@ def _distillation_loss_backward(
     temperature: float = 1.0,
     reduction: str = "batchmean",
 ) -> Floats:
-    u, _, eta, largest = family._work(dtype)
+    u, _, eta, largest = limits(dtype)
     if student.size == 0:
         return student.astype(_WIDE)
     with np.errstate(all="ignore"):
@@ -218,8 +204,8 @@ def _distillation_loss_backward(
             np.put_along_axis(rest, where, 3 * u * np.exp(log_p), -1)
             error = error + np.where(log_q_rest[..., None] == -np.inf, 0, rest)
             np.put_along_axis(error, where, np.take_along_axis(error, where, -1) + 3 * u * np.exp(log_p), -1)
-        error = g * (error + 8 * eta) + 6 * u * np.abs(dx) + (2 + 2 * temperature) * eta + family.ulp(dx, dtype) / 2
-        large = large | (g > largest) | (np.abs(dx) > family.LARGEST[dtype])
+        error = g * (error + 8 * eta) + 6 * u * np.abs(dx) + (2 + 2 * temperature) * eta + ulp(dx, dtype) / 2
+        large = large | (g > largest) | (np.abs(dx) > LARGEST[dtype])
         return np.where(np.isfinite(dx) & large, np.inf, error)
 
 

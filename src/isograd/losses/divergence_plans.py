@@ -16,15 +16,11 @@ from isograd.losses.promises import (
     checked_flag,
     checked_reduction,
     checked_scale,
-    element_strides,
-    piece_walk,
-    row_walk,
-    work_name,
-    work_zero,
 )
-from isograd.numerics.storage import address, kernel_type
+from isograd.numerics.storage import address, compute_dtype, kernel_type
 from isograd.plan import DTYPES, INDEX_DTYPES, Descriptor, Operand, Plan, checked_dtype, checked_shape
 from isograd.registry import register_kernel
+from isograd.rows.walk import element_strides, piece_walk, row_walk, work_zero
 
 
 # --- descriptors and plans -------------------------------------------------------------------------------------------
@@ -54,7 +50,7 @@ class KlDivDescriptor(Descriptor):
     def operands(self) -> tuple[Operand, ...]:
         """Input and target, then the loss."""
         inputs = (Operand(name, self.shape, self.dtype) for name in ("input", "target"))
-        return (*inputs, Operand("loss", self.loss_shape, work_name(self.dtype), True))
+        return (*inputs, Operand("loss", self.loss_shape, compute_dtype(self.dtype), True))
 
     def validated(self) -> Self:
         """Return the descriptor with plain fields, or raise what is wrong with it."""
@@ -78,7 +74,7 @@ class KlDivBackwardDescriptor(KlDivDescriptor):
     def operands(self) -> tuple[Operand, ...]:
         """The gradient of the loss, input and target, then the gradient, which may be either."""
         inputs = (Operand(name, self.shape, self.dtype) for name in ("input", "target"))
-        dloss = Operand("dloss", self.loss_shape, work_name(self.dtype))
+        dloss = Operand("dloss", self.loss_shape, compute_dtype(self.dtype))
         return (dloss, *inputs, Operand("dx", self.shape, self.dtype, True, ("input", "target")))
 
     def validated(self) -> Self:
@@ -127,7 +123,7 @@ class DistillationLossDescriptor(Descriptor):
 
     def operands(self) -> tuple[Operand, ...]:
         """student, teacher and perhaps indices, then the loss."""
-        return (*self._inputs(), Operand("loss", self.loss_shape, work_name(self.dtype), True))
+        return (*self._inputs(), Operand("loss", self.loss_shape, compute_dtype(self.dtype), True))
 
     def validated(self) -> Self:
         """Return the descriptor with plain fields, or raise what is wrong with it."""
@@ -135,7 +131,7 @@ class DistillationLossDescriptor(Descriptor):
         shape, dtype = checked_shape(name, "shape", self.shape), checked_dtype(name, self.dtype)
         given = dtype if self.teacher_dtype is None else self.teacher_dtype
         teacher = checked_dtype(name, given, argument="teacher_dtype")
-        if work_name(teacher) != work_name(dtype):
+        if compute_dtype(teacher) != compute_dtype(dtype):
             raise InvalidProblemError(
                 f"{name}: teacher has dtype {teacher} for a student in {dtype}; float64 goes with float64 only"
             )
@@ -158,7 +154,7 @@ class DistillationLossBackwardDescriptor(DistillationLossDescriptor):
 
     def operands(self) -> tuple[Operand, ...]:
         """The gradient of the loss and the inputs, then the gradient, which may take the place of the student."""
-        dloss = Operand("dloss", self.loss_shape, work_name(self.dtype))
+        dloss = Operand("dloss", self.loss_shape, compute_dtype(self.dtype))
         return (dloss, *self._inputs(), Operand("dstudent", self.shape, self.dtype, True, ("student",)))
 
 

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa: N803, SIM108
 """Losses and gradients of long contiguous rows on NVIDIA GPUs, in Gluon: a row is read once and written once.
 

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Cross entropy on the CPU, one row of classes after the other; `cross_entropy_reference.py` has the formulas.
 
 Where the classes are not contiguous but neighbouring rows are, a tile of rows is copied into rows that are. What a row

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Cross entropy of plain index targets on the CPU where neighbouring rows, and not classes, are contiguous.
 
 A tile of neighbouring rows, the lanes, advances together along the classes. The arithmetic is that of
@@ -20,7 +21,7 @@ from isograd.numerics.numba_memory import (
     work_one,
     work_zero,
 )
-from isograd.numerics.numba_ops import fma, is_finite
+from isograd.numerics.numba_ops import fma, is_finite, lowest_key
 from isograd.numerics.numba_storage import narrow, widen
 from isograd.softmax.numba_lanes import (
     clear_lanes,
@@ -36,7 +37,6 @@ from isograd.softmax.numba_steps import (
     is_short,
     largest_quotient,
     log_probability,
-    lowest_key,
     mark,
     quotient,
     row_shift,

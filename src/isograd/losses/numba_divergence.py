@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """kl_div on the CPU: pieces of a block, so that the two passes of a sum find their threads in any shape."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Gumbel-softmax on the CPU, one row of the axis after the other: noise, softmax, and the gradient."""
 
 from typing import Any
@@ -7,7 +8,6 @@ from numba import types
 from numba.extending import overload
 
 from isograd.losses.gumbel_reference import LAST_WORD
-from isograd.losses.numba_work_rows import block_exponentials, block_maximum, fill
 from isograd.numerics.numba_compile import INLINED, device_function, kernel
 from isograd.numerics.numba_memory import (
     BLOCK,
@@ -26,7 +26,7 @@ from isograd.numerics.numba_memory import (
     work_one,
     work_zero,
 )
-from isograd.numerics.numba_ops import from_key, is_finite, log, magnitude_key
+from isograd.numerics.numba_ops import from_key, is_finite, log, lowest_key, magnitude_key
 from isograd.numerics.numba_random import philox
 from isograd.numerics.numba_storage import narrow, widen
 from isograd.numerics.numba_sum import (
@@ -39,7 +39,8 @@ from isograd.numerics.numba_sum import (
     sum_scale,
 )
 from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
-from isograd.softmax.numba_steps import largest_quotient, lowest_key, quotient, reciprocal, row_shift, term_scale
+from isograd.rows.numba_rows import block_exponentials, block_maximum, fill
+from isograd.softmax.numba_steps import largest_quotient, quotient, reciprocal, row_shift, term_scale
 
 _MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _LAST, _ALL = np.uint64(LAST_WORD), np.uint64(0xFFFFFFFFFFFFFFFF)

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Steps of the losses' CPU kernels, where the widths differ. `like` is a value of the work type."""
 
 from typing import Any
@@ -11,18 +12,6 @@ from isograd.numerics import constants as c
 from isograd.numerics.numba_compile import INLINED
 
 _BITS_64 = c.QUANTUM_BITS + c.LIMB_SHIFT_64
-
-
-def one_wide(like: Any) -> Any:
-    """One in units of the quantum of exponentials, as a 128-bit integer."""
-    raise NotImplementedError
-
-
-@overload(one_wide, jit_options=INLINED)
-def _one_wide(like):
-    if like == types.float64:
-        return lambda like: (np.int64(1 << (_BITS_64 - 64)), np.uint64(0))
-    return lambda like: (np.int64(0), np.uint64(1 << c.QUANTUM_BITS))
 
 
 def rest_is_large(hi: Any, lo: Any, like: Any) -> Any:

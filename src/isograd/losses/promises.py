@@ -1,6 +1,5 @@
-"""What the descriptors and kernels of divergences, gumbel_softmax and sparsemax have in common."""
+"""What the descriptors and kernels of divergences and gumbel_softmax have in common."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -8,12 +7,10 @@ from typing import Any
 import numpy as np
 
 from isograd.errors import InvalidProblemError
-from isograd.layout import plan_walk
-from isograd.numerics.storage import kernel_type
+from isograd.numerics.storage import compute_dtype
 from isograd.plan import ErrorBound, Kernel, KernelSku, PrecisionGuarantee, real_number
 
 REDUCTIONS = ("mean", "batchmean", "sum", "none")
-Shape = tuple[int, ...]
 
 
 # --- fields of descriptors -------------------------------------------------------------------------------------------
@@ -57,18 +54,13 @@ def signed(word: int) -> int:
     return (word + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def work_name(dtype: str) -> str:
-    """The name of the type that a storage type is computed in."""
-    return "float64" if dtype == "float64" else "float32"
-
-
 # --- identity of kernels ---------------------------------------------------------------------------------------------
 def family_sku(descriptor: Any, category: str, bound: ErrorBound, ordered: bool, backend: str, arch: str) -> KernelSku:
     """The identity of a kernel with what every kernel promises: the bits of the reference.
 
     ordered: whether the place of an element matters, as it does to noise that belongs to places.
     """
-    work = work_name(descriptor.dtype)
+    work = compute_dtype(descriptor.dtype)
     guarantee = PrecisionGuarantee(
         math_precision=work,
         accumulator="exact integers in fixed point",
@@ -97,36 +89,3 @@ class NumbaKernel(Kernel):
         """The kernel's identity."""
         bound = self._bound(descriptor.operation, descriptor.dtype)
         return family_sku(descriptor, self._category, bound, self._ordered, self.backend, "cpu")
-
-
-# --- walks over arrays -----------------------------------------------------------------------------------------------
-def element_strides(array: Any) -> Shape:
-    """The strides of an array in elements."""
-    return tuple([s // array.itemsize for s in array.strides])
-
-
-def work_zero(dtype: str) -> Any:
-    """The zero of the work type, as kernels take it."""
-    return kernel_type(np.dtype(work_name(dtype)))
-
-
-@functools.lru_cache(maxsize=4096)
-def row_walk(shape: Shape, strides: tuple[Shape, ...]) -> tuple[int, tuple[Any, ...]]:
-    """(rows, (shape, strides of every operand)) of the dimensions besides the one that rows lie on."""
-    # A last axis of size 1 is left out of every row, so that the walk is over the given dimensions alone.
-    walk = plan_walk((*shape, 1), tuple((*s, 0) for s in strides), len(shape))
-    return math.prod(shape), (np.array(walk.shape, np.int64), *(np.array(s, np.int64) for s in walk.strides))
-
-
-@functools.lru_cache(maxsize=4096)
-def piece_walk(shape: Shape, strides: tuple[Shape, ...], block: int) -> tuple[int, tuple[Any, ...], int, Shape]:
-    """(pieces, (outer shape, outer strides), elements of a row, its strides) for work on one element at a time.
-
-    The dimensions are merged as far as memory allows; a row of what is left is cut into pieces of a block.
-    """
-    walk = plan_walk((*shape, 1), tuple((*s, 0) for s in strides), len(shape))
-    *outer, n = walk.shape
-    sizes = np.array(outer or [1], np.int64)
-    steps = tuple(np.array(s[:-1] or (0,), np.int64) for s in walk.strides)
-    pieces = math.prod(outer) * -(-n // block)
-    return pieces, (sizes, *steps), n, tuple(s[-1] for s in walk.strides)

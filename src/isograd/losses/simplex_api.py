@@ -1,4 +1,4 @@
-"""What a user calls: gumbel_softmax and sparsemax with their backwards."""
+"""What a user calls: gumbel_softmax and its gradient."""
 
 from __future__ import annotations
 
@@ -13,20 +13,8 @@ from isograd.losses.simplex_plans import (
     GumbelSoftmaxBackwardPlan,
     GumbelSoftmaxDescriptor,
     GumbelSoftmaxPlan,
-    SparsemaxBackwardDescriptor,
-    SparsemaxBackwardPlan,
-    SparsemaxDescriptor,
-    SparsemaxPlan,
 )
-from isograd.plan import Descriptor, Plan
 from isograd.typing import ArrayT, DataT, ScalarT
-
-
-def _run(plan_type: type[Plan], descriptor: Descriptor, device: str, like: Any, **given: Any) -> Any:
-    """Run a plan whose one output has the shape and dtype of its inputs."""
-    plan = functional.plan(plan_type, descriptor, device)
-    output = plan.outputs[0]
-    return functional.run(plan, **given, **{output: functional.empty(tuple(like.shape), descriptor.dtype, like)})
 
 
 @overload
@@ -87,47 +75,5 @@ def gumbel_softmax_backward(dy: Any, y: Any, tau: float = 1.0, axis: int = -1) -
     device, dtype = arrays.describe(p, operation, "y")
     tau = checked_scale(operation, "tau", tau, dtype)
     descriptor = GumbelSoftmaxBackwardDescriptor(tuple(p.shape), dtype, axis, tau)
-    return restore(_run(GumbelSoftmaxBackwardPlan, descriptor, device, p, dy=g, y=p))
-
-
-@overload
-def sparsemax(x: NDArray[ScalarT], axis: int = ...) -> NDArray[ScalarT]: ...
-@overload
-def sparsemax(x: ArrayT, axis: int = ...) -> ArrayT: ...
-def sparsemax(x: Any, axis: int = -1) -> Any:
-    """The point of the probability simplex nearest to each row of an axis: `y_j = max(x_j - tau, 0)`, sum 1.
-
-    x: float16, bfloat16, float32 or float64, rank 1 to 8, any strides: a NumPy array, a torch tensor, an array with
-    DLPack or a tape variable; the result is of the same kind. (Martins and Astudillo, 2016.)
-
-    Which elements are above the threshold is decided exactly, in integers (`docs/arithmetic.md`, rule 15). A row with
-    NaN or +inf, or of -inf alone, gives NaN.
-
-    Raises InvalidProblemError for a wrong axis or rank, UnsupportedError for another dtype.
-    """
-    operation = "sparsemax"
-    axis = functional.integer(operation, "axis", axis)
-    if (tape := functional.tape_of(x)) is not None:
-        return tape.sparsemax(x, axis)
-    (view,), restore = functional.inputs(operation, x=x)
-    device, dtype = arrays.describe(view, operation, "x")
-    return restore(_run(SparsemaxPlan, SparsemaxDescriptor(tuple(view.shape), dtype, axis), device, view, x=view))
-
-
-@overload
-def sparsemax_backward(dy: NDArray[ScalarT], y: NDArray[ScalarT], axis: int = ...) -> NDArray[ScalarT]: ...
-@overload
-def sparsemax_backward(dy: DataT, y: DataT, axis: int = ...) -> DataT: ...
-def sparsemax_backward(dy: Any, y: Any, axis: int = -1) -> Any:
-    """The gradient of sparsemax: dy less its mean over the support of y there, 0 elsewhere.
-
-    dy: the gradient of the result. y: the result, `sparsemax(x)`. Both of one shape and dtype, any strides.
-
-    Raises InvalidProblemError for mismatched shapes or dtypes and a wrong axis.
-    """
-    operation = "sparsemax_backward"
-    axis = functional.integer(operation, "axis", axis)
-    (g, p), restore = functional.inputs(operation, dy=dy, y=y)
-    device, dtype = arrays.describe(p, operation, "y")
-    descriptor = SparsemaxBackwardDescriptor(tuple(p.shape), dtype, axis)
-    return restore(_run(SparsemaxBackwardPlan, descriptor, device, p, dy=g, y=p))
+    plan = functional.plan(GumbelSoftmaxBackwardPlan, descriptor, device)
+    return restore(functional.run(plan, dy=g, y=p, dx=functional.empty(tuple(p.shape), dtype, p)))

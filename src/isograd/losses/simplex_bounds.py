@@ -1,6 +1,6 @@
-"""The error bounds that plans of gumbel_softmax and sparsemax promise, as formulas that can be evaluated.
+"""The error bounds that plans of gumbel_softmax promise, as formulas that can be evaluated.
 
-u is half an ulp of 1 in the work type, q the quantum of a sum, n the length of the axis, k the size of the support.
+u is half an ulp of 1 in the work type, q the quantum of a sum, n the length of the axis.
 """
 
 import functools
@@ -11,19 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd.losses import gumbel_reference as gumbel
-from isograd.losses import sparsemax_reference as sparse
-from isograd.losses.divergence_bounds import sum_error, work_name
+from isograd.numerics.bounds import LARGEST, limits, stored_error, ulp
+from isograd.numerics.storage import compute_dtype
 from isograd.plan import ErrorBound
 from isograd.softmax import bounds as family
 from isograd.softmax import reference as softmax
 
 Floats = NDArray[Any]
 _WIDE = np.longdouble
-
-
-def _rounded(y: Floats, dtype: str) -> Floats:
-    """What the last rounding to a 16-bit type costs."""
-    return family.ulp(y, dtype) / 2 if dtype in ("float16", "bfloat16") else np.zeros_like(y)
 
 
 def _gumbel_softmax(
@@ -36,14 +31,14 @@ def _gumbel_softmax(
     offset: int = 0,
     batched: bool = False,
 ) -> Floats:
-    u, bits, _, _ = family._work(dtype)
+    u, bits, _, _ = limits(dtype)
     with np.errstate(all="ignore"):
         problems = logits if batched else logits[None]
         z = np.stack([gumbel.oracle_perturbed(x, 1.0, seed, offset) for x in problems]).reshape(logits.shape)
         noise = np.abs(z - logits.astype(_WIDE))
         delta = np.where(np.isfinite(z), (3 * u * (1 + noise) + 4 * u * np.abs(z)) / _WIDE(tau), 0)
         z = z / _WIDE(tau)
-        large = (np.isfinite(z) & (np.abs(z) > family.LARGEST[work_name(dtype)])).any(axis=axis, keepdims=True)
+        large = (np.isfinite(z) & (np.abs(z) > LARGEST[compute_dtype(dtype)])).any(axis=axis, keepdims=True)
         if hard:
             # Nothing is said where two elements are closer than they are known.
             top = np.max(z, axis=axis, keepdims=True)
@@ -55,49 +50,26 @@ def _gumbel_softmax(
         y = softmax.oracle_softmax(z, axis) if z.size else z
         shift = delta + np.where(y > 0, y * delta, 0).sum(axis=axis, keepdims=True)
         quanta = z.shape[axis] * 2.0**-bits
-        bound = 2 * family.ulp(y, work_name(dtype)) + y * (quanta + np.expm1(np.minimum(shift, 50)))
-        return np.asarray(np.where(large, np.inf, bound + _rounded(y, dtype)))
+        bound = 2 * ulp(y, compute_dtype(dtype)) + y * (quanta + np.expm1(np.minimum(shift, 50)))
+        return np.asarray(np.where(large, np.inf, bound + stored_error(y, dtype)))
 
 
 def _gumbel_softmax_backward(dtype: str, dy: Floats, y: Floats, tau: float = 1.0, axis: int = -1) -> Floats:
-    u, _, eta, _ = family._work(dtype)
+    u, _, eta, _ = limits(dtype)
     with np.errstate(all="ignore"):
-        inner = family._softmax_backward(work_name(dtype), dy, y, axis)
+        inner = family._softmax_backward(compute_dtype(dtype), dy, y, axis)
         dx = gumbel.oracle_gumbel_softmax_backward(dy, y, tau, axis)
-        bound = inner * 1.01 / _WIDE(tau) + 4 * u * np.abs(dx) + 2 * eta + family.ulp(dx, dtype) / 2
-        return np.where(np.abs(dx) > family.LARGEST[dtype], np.inf, bound)
-
-
-def _sparsemax(dtype: str, x: Floats, axis: int = -1) -> Floats:
-    y = sparse.oracle_sparsemax(x, axis)
-    # In float64 four quanta would be 2^-86, less than an oracle of 64 bits knows.
-    return family.ulp(y, work_name(dtype)) + (2.0**-62 if dtype == "float64" else 2.0**-42) + _rounded(y, dtype)
-
-
-def _sparsemax_backward(dtype: str, dy: Floats, y: Floats, axis: int = -1) -> Floats:
-    u, _, _, largest = family._work(dtype)
-    with np.errstate(all="ignore"):
-        dx = sparse.oracle_sparsemax_backward(dy, y, axis)
-        terms = np.where(y.astype(_WIDE) > 0, np.abs(dy.astype(_WIDE)), 0)
-        k = np.maximum((y.astype(_WIDE) > 0).sum(axis=axis, keepdims=True), 1)
-        total = terms.sum(axis=axis, keepdims=True)
-        error = np.expand_dims(sum_error(terms, work_name(dtype), axis), axis) if dy.size else total
-        bound = 4 * u * (np.abs(dy.astype(_WIDE)) + total / k) + error / k + family.ulp(dx, dtype) / 2
-        bound = np.where(y.astype(_WIDE) > 0, bound, 0)
-        return np.where((total > largest) | (np.abs(dx) > family.LARGEST[dtype]), np.inf, bound)
+        bound = inner * 1.01 / _WIDE(tau) + 4 * u * np.abs(dx) + 2 * eta + ulp(dx, dtype) / 2
+        return np.where(np.abs(dx) > LARGEST[dtype], np.inf, bound)
 
 
 _EVALUATE: dict[str, Callable[..., Floats]] = {
     "gumbel_softmax": _gumbel_softmax,
     "gumbel_softmax_backward": _gumbel_softmax_backward,
-    "sparsemax": _sparsemax,
-    "sparsemax_backward": _sparsemax_backward,
 }
 _FORMULAS = {
     "gumbel_softmax": "2 ulp(y) + y·(n·q + δ + Σ y·δ), δ = (3u·(1 + |g|) + 4u·|x + g|) / tau",
     "gumbel_softmax_backward": "(4u·|y|·(|dy| + Σ|y·dy|) + |y|·n·q/2) / tau + 4u·|dx| + ulp(dx)/2",
-    "sparsemax": "ulp(y) + 2^-42 (float64: 2^-62)",
-    "sparsemax_backward": "4u·(|dy| + Σ|dy|/k) + n·q/(2k) + ulp(dx)/2 on the support, else 0",
 }
 
 

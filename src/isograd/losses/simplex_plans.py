@@ -1,4 +1,4 @@
-"""Descriptors, plans and CPU kernels of gumbel_softmax and sparsemax."""
+"""Descriptors, plans and CPU kernels of gumbel_softmax."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,37 +15,30 @@ from isograd.losses.promises import (
     checked_flag,
     checked_integer,
     checked_scale,
-    element_strides,
-    row_walk,
-    work_zero,
 )
 from isograd.numerics.reference import work_dtype
 from isograd.numerics.storage import address, kernel_type
 from isograd.plan import DTYPES, Descriptor, Operand, Plan, checked_axis, checked_dtype, checked_shape
 from isograd.registry import register_kernel
+from isograd.rows.walk import element_strides, row_walk, work_zero
 
 _LONGEST = (1 << 31) - 1
 
 
 # --- descriptors and plans -------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class SparsemaxDescriptor(Descriptor):
-    """y = sparsemax(x) along an axis.
+class _SimplexDescriptor(Descriptor):
+    """Inputs and a result of one shape and dtype, in rows along an axis.
 
-    shape: of x and y, rank 1 to 8. dtype: "float16", "bfloat16", "float32" or "float64". axis: -rank to rank - 1.
+    shape: rank 1 to 8. dtype: "float16", "bfloat16", "float32" or "float64". axis: -rank to rank - 1.
     """
 
     shape: tuple[int, ...]
     dtype: str
     axis: int = -1
 
-    inputs: ClassVar[tuple[str, ...]] = ("x",)
-    output: ClassVar[str] = "y"
-
-    @property
-    def operation(self) -> str:
-        """`sparsemax`."""
-        return "sparsemax"
+    inputs: ClassVar[tuple[str, ...]]
+    output: ClassVar[str]
 
     def operands(self) -> tuple[Operand, ...]:
         """The inputs and the output, which may be any of them."""
@@ -57,23 +50,6 @@ class SparsemaxDescriptor(Descriptor):
         dtype, shape = checked_dtype(name, self.dtype), checked_shape(name, "shape", self.shape)
         return shape, dtype, checked_axis(name, self.axis, shape)
 
-    def validated(self) -> Self:
-        """Return the descriptor with plain fields and a non-negative axis, or raise what is wrong with it."""
-        return type(self)(*self._plain())
-
-
-@dataclass(frozen=True, slots=True)
-class SparsemaxBackwardDescriptor(SparsemaxDescriptor):
-    """dx from dy and y, the result of sparsemax; fields as in SparsemaxDescriptor."""
-
-    inputs: ClassVar[tuple[str, ...]] = ("dy", "y")
-    output: ClassVar[str] = "dx"
-
-    @property
-    def operation(self) -> str:
-        """`sparsemax_backward`."""
-        return "sparsemax_backward"
-
 
 def _c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of the elements' numbers, which count in C order."""
@@ -84,9 +60,10 @@ def _c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class GumbelSoftmaxDescriptor(SparsemaxDescriptor):
-    """y = softmax((logits + noise) / tau) along an axis; fields as in SparsemaxDescriptor.
+class GumbelSoftmaxDescriptor(_SimplexDescriptor):
+    """y = softmax((logits + noise) / tau) along an axis.
 
+    shape: of logits and y, rank 1 to 8. dtype: "float16", "bfloat16", "float32" or "float64". axis: -rank to rank - 1.
     tau: positive. hard: whether y is the one-hot of the first largest instead. seed, offset: element i in C order takes
     number offset + i of the noise of seed; both from 0 to 2^64 - 1. batched: whether i starts again at every place in
     the first dimension.
@@ -99,6 +76,7 @@ class GumbelSoftmaxDescriptor(SparsemaxDescriptor):
     batched: bool = False
 
     inputs: ClassVar[tuple[str, ...]] = ("logits",)
+    output: ClassVar[str] = "y"
 
     @property
     def operation(self) -> str:
@@ -122,8 +100,8 @@ class GumbelSoftmaxDescriptor(SparsemaxDescriptor):
 
 
 @dataclass(frozen=True, slots=True)
-class GumbelSoftmaxBackwardDescriptor(SparsemaxDescriptor):
-    """dx from dy and y, the soft result of gumbel_softmax; fields as in SparsemaxDescriptor. tau: positive."""
+class GumbelSoftmaxBackwardDescriptor(_SimplexDescriptor):
+    """dx from dy and y, the soft result of gumbel_softmax; fields as in GumbelSoftmaxDescriptor."""
 
     tau: float = 1.0
 
@@ -139,20 +117,6 @@ class GumbelSoftmaxBackwardDescriptor(SparsemaxDescriptor):
         """Return the descriptor with plain fields and a non-negative axis, or raise what is wrong with it."""
         shape, dtype, axis = self._plain()
         return type(self)(shape, dtype, axis, checked_scale(self.operation, "tau", self.tau, dtype))
-
-
-class SparsemaxPlan(Plan):
-    """A kernel for sparsemax: `plan.run(x=x, y=y)`; y may be x."""
-
-    descriptor_type = SparsemaxDescriptor
-    __slots__ = ()
-
-
-class SparsemaxBackwardPlan(Plan):
-    """A kernel for its gradient: `plan.run(dy=dy, y=y, dx=dx)`; dx may be dy or y."""
-
-    descriptor_type = SparsemaxBackwardDescriptor
-    __slots__ = ()
 
 
 class GumbelSoftmaxPlan(Plan):
@@ -187,25 +151,22 @@ class NumbaRows(NumbaKernel):
         if operands[-1].size == 0:
             return
         with default_environment():
-            from isograd.losses import numba_gumbel, numba_sparsemax
+            from isograd.losses import numba_gumbel
         axis, n = descriptor.axis, descriptor.shape[descriptor.axis]
         leading = descriptor.shape[:axis] + descriptor.shape[axis + 1 :]
         strides = [element_strides(a) for a in operands]
         like, zero = kernel_type(operands[-1].dtype), work_zero(descriptor.dtype)
         before: tuple[Any, ...] = (like,)
-        scalars: tuple[Any, ...] = ()
-        if descriptor.operation.startswith("gumbel"):
-            of = work_dtype(operands[-1].dtype)
-            with default_environment():
-                scalars = (of(1) / of(descriptor.tau),)
+        of = work_dtype(operands[-1].dtype)
+        with default_environment():
+            scalars: tuple[Any, ...] = (of(1) / of(descriptor.tau),)
         if descriptor.operation == "gumbel_softmax":
             # The numbers of the elements walk along as an operand that has strides and no memory; the output is last
             # in the walk, so they come between.
             strides.insert(1, descriptor.numbers)
             before = (like, zero)
             scalars = (*scalars, descriptor.hard, np.uint64(descriptor.seed), np.uint64(descriptor.offset))
-        module: Any = numba_gumbel if descriptor.operation.startswith("gumbel") else numba_sparsemax
-        function = getattr(module, f"{descriptor.operation}_rows")
+        function = getattr(numba_gumbel, f"{descriptor.operation}_rows")
         count, outer = row_walk(leading, tuple(s[:axis] + s[axis + 1 :] for s in strides))
         parallel.for_ranges(
             function, count, parallel.grain(count, 4 * n), *before, *map(address, operands), *outer, n,
@@ -215,5 +176,4 @@ class NumbaRows(NumbaKernel):
 
 for _dtype in DTYPES:
     register_kernel("gumbel_softmax", "cpu", _dtype, NumbaRows(ordered=True))
-    for _operation in ("gumbel_softmax_backward", "sparsemax", "sparsemax_backward"):
-        register_kernel(_operation, "cpu", _dtype, NumbaRows())
+    register_kernel("gumbel_softmax_backward", "cpu", _dtype, NumbaRows())

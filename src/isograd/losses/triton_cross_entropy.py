@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa: N803, RET505, SIM108
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """Cross entropy in Triton: any axis, any strides, every option; `cross_entropy_reference.py` is the definition.

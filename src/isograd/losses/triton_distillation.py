@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa: N803
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """Distillation from all of the teacher's logits in Triton; `divergence_reference.py` is the definition.
@@ -9,9 +10,9 @@ others come from the second-level cache after the first pass.
 import triton
 import triton.language as tl
 
-from isograd.losses import triton_tiles as tiles
 from isograd.numerics import triton_memory as memory
 from isograd.numerics import triton_ops as ops
+from isograd.rows import triton_tiles as tiles
 from isograd.softmax import triton_rows as rows
 
 

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa: N803, SIM108
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """Distillation from a teacher's best classes in Triton; `divergence_reference.py` is the definition.
@@ -9,12 +10,12 @@ and is reported; one that a row names twice makes it NaN.
 import triton
 import triton.language as tl
 
-from isograd.losses import triton_tiles as tiles
 from isograd.losses.triton_distillation import log_difference
 from isograd.numerics import triton_memory as memory
 from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
 from isograd.numerics import triton_terms as terms
+from isograd.rows import triton_tiles as tiles
 from isograd.softmax import triton_rows as rows
 
 # A rest is large from 2**-12 of the largest exponential on, in units of 2**-44 or 2**-88.

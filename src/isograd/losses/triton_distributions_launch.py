@@ -1,4 +1,4 @@
-"""How the Triton kernels of divergences, gumbel_softmax and sparsemax are configured and launched."""
+"""How the Triton kernels of divergences and gumbel_softmax are configured and launched."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,17 +14,15 @@ from isograd.losses import (
     triton_distillation_top,
     triton_divergence,
     triton_gumbel,
-    triton_sparsemax,
 )
 from isograd.losses.divergence_reference import divisor, temperature_of
 from isograd.losses.triton_totals import divided
 from isograd.reduction import cuda as reduction
 from isograd.reduction import triton_kernels as reduction_kernels
+from isograd.rows.triton_launch import Tile, halves, tile, words_of
 from isograd.softmax.triton_kernels import softmax, softmax_backward
-from isograd.softmax.triton_launch import configuration
 from isograd.triton_launcher import (
     Launcher,
-    Rows,
     Specification,
     architecture,
     c_strides,
@@ -39,19 +37,6 @@ Strides = tuple[int, ...]
 _ELEMENTS = 1024  # of a tile of elements
 _MOST_CHUNKS = 512
 _SHORT_SUM = 1 << 17  # terms whose integer parts add up in one word each
-
-
-def words_of(value: Any, work: str) -> tuple[int, int]:
-    """The bits of a number of the work type as two int32 words, the low one first."""
-    if work == "float64":
-        return halves(int(np.float64(value).view(np.int64)))
-    return int(np.float32(value).view(np.int32)), 0
-
-
-def halves(value: int) -> tuple[int, int]:
-    """A 64-bit integer as two int32 words, the low one first."""
-    low, high = value & 0xFFFFFFFF, value >> 32 & 0xFFFFFFFF
-    return low - (low >> 31 << 32), high - (high >> 31 << 32)
 
 
 # --- elements --------------------------------------------------------------------------------------------------------
@@ -138,25 +123,6 @@ def kl_div_backward(descriptor: Any, arguments: Mapping[str, Any]) -> None:
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
-class Tile(NamedTuple):
-    """Columns and rows of a tile, columns a thread and of one access, warps."""
-
-    block: int
-    rows: int
-    group: int
-    vector: int
-    warps: int
-
-
-def tile(n: int, problem: Rows, whole: Sequence[int], held: int, itemsize: int, arch: int) -> Tile:
-    """The tile for rows of n elements. whole: which tensors have such rows; held: bytes of an element of all."""
-    strides = [problem.axis_strides[i] for i in whole]
-    contiguous = n == 1 or all(s == 1 for s in strides) or all(problem.inner_strides[i] != 1 for i in whole)
-    config = configuration(n, held, "log_softmax", arch, contiguous, problem.inner, False)
-    vector = min(max(16 // itemsize, 1), config.group) if contiguous else config.vector
-    return Tile(config.block, config.rows, config.group, vector, config.warps)
-
-
 def _inserted(strides: Strides, axis: int) -> Strides:
     """The strides of what a row has one of, in the dimensions of rows."""
     return (*strides[:axis], 0, *strides[axis:])
@@ -263,23 +229,16 @@ def _distillation_rows(
 
 
 def simplex(descriptor: Any, arguments: Mapping[str, Any], size: Tile | None = None) -> None:
-    """gumbel_softmax, sparsemax or a gradient of theirs, on the current stream of the arguments' device."""
+    """gumbel_softmax or its gradient, on the current stream of the arguments' device."""
     tensors = [arguments[name] for name in (*descriptor.inputs, descriptor.output)]
     if tensors[-1].numel() == 0:
         return
-    match descriptor.operation:
-        case "gumbel_softmax":
-            x, y = tensors
-            _gumbel_softmax(descriptor, x, y, size)
-        case "gumbel_softmax_backward":
-            dy, y, dx = tensors
-            _gumbel_softmax_backward(dy, y, dx, descriptor.axis, descriptor.tau)
-        case operation:
-            out, strides = tensors[-1], tuple([t.stride() for t in tensors])
-            kernel, whole = getattr(triton_sparsemax, f"{operation}_rows"), tuple(range(len(tensors)))
-            held = _work(out).itemsize * len(descriptor.inputs)
-            fixed = _Fixed(kernel, (), (), (), (), whole, held, (out.dtype,), architecture(out), size)
-            _rows(tuple(out.shape), strides, descriptor.axis, fixed)(*tensors)
+    if descriptor.operation == "gumbel_softmax":
+        x, y = tensors
+        _gumbel_softmax(descriptor, x, y, size)
+    else:
+        dy, y, dx = tensors
+        _gumbel_softmax_backward(dy, y, dx, descriptor.axis, descriptor.tau)
 
 
 def _work(t: torch.Tensor) -> torch.dtype:

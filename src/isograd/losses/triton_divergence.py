@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa: N803, SIM108
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """kl_div in Triton, one element at a time in any layout; `divergence_reference.py` is the definition.

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa: N803, RET505, SIM108
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """Gumbel-softmax in Triton; `gumbel_reference.py` is the definition, noise included.
@@ -9,9 +10,9 @@ place follows; hard results make the noise twice instead, which costs no memory.
 import triton
 import triton.language as tl
 
-from isograd.losses import triton_tiles as tiles
 from isograd.numerics import triton_memory as memory
 from isograd.numerics import triton_ops as ops
+from isograd.rows import triton_tiles as tiles
 from isograd.softmax import triton_rows as rows
 
 _M0, _M1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa: N803
 """What a mean over targets divides by, and quotients rounded once, on torch tensors of one GPU."""
 

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """How kernels and device functions are compiled: options, the cache on disk, and what has to be compiled yet."""
 
 import contextlib
@@ -101,7 +102,7 @@ def _source_digest() -> str:
     """
     package = Path(__file__).parent.parent
     digest = hashlib.sha256()
-    for path in sorted([*package.glob("*/numba_*.py"), *package.glob("numerics/*.py")]):
+    for path in sorted([*package.glob("**/numba*.py"), *package.glob("numerics/*.py")]):
         digest.update(path.name.encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

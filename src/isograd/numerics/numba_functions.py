@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """More functions of the contract as Numba device functions, made of those in `numba_ops.py`; see `reference.py`."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Memory for Numba kernels: typed access through plain addresses, blocks on the stack, rows of a strided array.
 
 Kernels take addresses rather than arrays: one compiled version then serves every rank and every set of strides.

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The contract as Numba device functions. `reference.py` is the definition; the tests hold both to the same bits."""
 
 from typing import Any
@@ -131,6 +132,18 @@ def _from_key(k):
         return x if x == x else _NAN_64
 
     return float_64
+
+
+def lowest_key(like: Any) -> Any:
+    """The key below all others, for the type that `like` is computed in."""
+    raise NotImplementedError
+
+
+@overload(lowest_key, jit_options=INLINED)
+def _lowest_key(like):
+    if like == types.float64:
+        return lambda like: np.int64(-0x8000000000000000)
+    return lambda like: np.int32(-0x80000000)
 
 
 def magnitude_key(x: Any) -> Any:

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Random numbers as Numba device functions; `random.py` is the definition."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Between storage types and the types computed in: widening is exact, narrowing rounds to nearest even.
 
 A half travels as int16 and a bfloat16 as uint16, so that the type alone says how its bits are read.

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Building blocks of the order-free sum (rule 4) for kernels that walk through a row in blocks."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Integer terms of order-free sums and 128-bit integers as Numba device functions (rules 4 and 5)."""
 
 from typing import Any
@@ -135,6 +136,18 @@ def to_float(n: Any, like: Any) -> Any:
 @overload(to_float, jit_options=INLINED)
 def _to_float(n, like):
     return (lambda n, like: np.float32(n)) if like == types.float32 else (lambda n, like: np.float64(n))
+
+
+def one_wide(like: Any) -> Any:
+    """One in units of 2**-44 (2**-88), as a 128-bit integer."""
+    raise NotImplementedError
+
+
+@overload(one_wide, jit_options=INLINED)
+def _one_wide(like):
+    if like == types.float64:
+        return lambda like: (np.int64(1 << (c.QUANTUM_BITS + c.LIMB_SHIFT_64 - 64)), np.uint64(0))
+    return lambda like: (np.int64(0), np.uint64(1 << c.QUANTUM_BITS))
 
 
 def scale_pow2(x: Any, k: Any) -> Any:

@@ -45,6 +45,11 @@ def dtype_name(dtype: Any, operation: str, argument: str) -> str:
     return str(dtype.name)
 
 
+def compute_dtype(dtype: str) -> str:
+    """The name of the type that a storage type is computed in."""
+    return "float64" if dtype == "float64" else "float32"
+
+
 def kernel_type(dtype: np.dtype[Any]) -> Any:
     """A zero of the type that a kernel sees for a storage type: halves as int16, bfloat16 as uint16."""
     return _BIT_TYPES[dtype](0)

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa: D103, D402, N803, RET505
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """The contract as Triton device functions; `reference.py` is the definition, and the tests hold both to the same bits.

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa: N803, RET505
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """Order-free sums as Triton device functions (rules 4 and 5 of the contract): integer terms, 128-bit integers."""

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa: N803, RET505
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """Order-free sums of terms that arrive in pieces: keys, integer parts, and the words that add up in memory (rule 4).

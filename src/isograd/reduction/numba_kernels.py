@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The order-free sum on the CPU, over a range of contiguous rows."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa: N803
 """The order-free sum over an axis in Triton, divided by the number of terms for a mean.
 

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from isograd.numerics import constants as c
 from isograd.numerics import reference as ref
+from isograd.numerics.bounds import LARGEST, ulp
 from isograd.plan import ErrorBound
 from isograd.router import oracle
 from isograd.router import reference as definition
 from isograd.softmax import bounds as softmax_bounds
-from isograd.softmax.bounds import LARGEST, ulp
 
 Floats = NDArray[Any]
 

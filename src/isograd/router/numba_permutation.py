@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Counting and sorting entries by expert, and moving the tokens' rows there and back, on the CPU."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """top_k, renormalize and the router on the CPU, one row after the other."""
 
 import numpy as np
@@ -19,10 +20,10 @@ from isograd.numerics.numba_memory import (
     work_one,
     work_zero,
 )
+from isograd.numerics.numba_ops import lowest_key
 from isograd.numerics.numba_storage import widen
 from isograd.router.numba_scores import sigmoid_scores, softmax_scores, sum_row
 from isograd.router.numba_select import COUNTS, empty_keys, select_largest, selection_key, store_keys
-from isograd.softmax.numba_steps import lowest_key
 
 
 @kernel

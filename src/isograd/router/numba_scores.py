@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """A token's scores in the work type, and sums over few terms."""
 
 from typing import Any
@@ -10,7 +11,7 @@ from isograd.elementwise.numba_kernels import sigmoid_value
 from isograd.numerics import constants as c
 from isograd.numerics.numba_compile import INLINED, device_function
 from isograd.numerics.numba_memory import load, store, work_nan
-from isograd.numerics.numba_ops import from_key, is_finite, magnitude_key, max_key, pow2_32
+from isograd.numerics.numba_ops import from_key, is_finite, lowest_key, magnitude_key, max_key, pow2_32
 from isograd.numerics.numba_sum import (
     PARTIAL,
     block_magnitude,
@@ -25,7 +26,6 @@ from isograd.softmax.numba_steps import (
     exponential_part,
     largest_quotient,
     log_sum,
-    lowest_key,
     quotient,
     reciprocal,
     row_shift,

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The largest elements of a row in the order of top_k, from integer keys.
 
 Keys are in the order of the floats, with equal ones for the two zeros and the largest for NaN. Of equal keys the lower

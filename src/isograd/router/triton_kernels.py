@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa: N803
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """The router, its gradient, top_k and renormalize in Triton; formulas: `reference.py`.

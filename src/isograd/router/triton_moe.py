@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa: N803
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """Sorting entries by expert, moving the tokens' rows there and back, and the auxiliary losses in Triton.

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa: N803, RET505
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """Pieces of the router's Triton kernels: a token's scores, the largest of them, sums over the chosen ones.

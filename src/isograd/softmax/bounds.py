@@ -13,34 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd.numerics import constants as c
+from isograd.numerics.bounds import LARGEST, limits, ulp
 from isograd.plan import ErrorBound
 from isograd.softmax import reference as ref
 
 Floats = NDArray[Any]
-
-# precision, exponent of the smallest normal number, largest finite number
-_FORMATS = {
-    "float16": (11, -14, 65504.0),
-    "bfloat16": (8, -126, 3.3895313892515355e38),
-    "float32": (24, -126, 3.4028234663852886e38),
-    "float64": (53, -1022, 1.7976931348623157e308),
-}
-LARGEST = {dtype: limits[2] for dtype, limits in _FORMATS.items()}
-
-
-def ulp(x: Floats, dtype: str) -> Floats:
-    """The spacing of the numbers of `dtype` around x, which is given in a wider type."""
-    precision, least, _ = _FORMATS[dtype]
-    _, exponent = np.frexp(np.abs(x))
-    return np.asarray(np.ldexp(np.ones_like(x), np.maximum(exponent - 1, least) - precision + 1))
-
-
-def _work(dtype: str) -> tuple[float, int, Any, float]:
-    """(u, bits of the quantum, η, largest finite number) of the work type."""
-    if dtype == "float64":
-        # 2**-1075 needs a wider type than binary64; where there is none, so does the error it bounds.
-        return 2.0**-53, c.QUANTUM_BITS + c.LIMB_SHIFT_64, np.ldexp(np.longdouble(1), -1075), LARGEST["float64"]
-    return 2.0**-24, c.QUANTUM_BITS, 2.0**-150, LARGEST["float32"]
 
 
 def _exponential_error(n: int, dtype: str) -> float:
@@ -49,7 +26,7 @@ def _exponential_error(n: int, dtype: str) -> float:
     """
     if dtype in ("float16", "bfloat16"):
         return n * 2.0 ** -((c.SHORT_QUANTUM_BITS if n <= c.SHORT_ROW else c.QUANTUM_BITS) + 1)
-    return n * 2.0 ** -_work(dtype)[1]
+    return n * 2.0 ** -limits(dtype)[1]
 
 
 _SHORT_RELATIVE = 2.0**-15
@@ -75,7 +52,7 @@ def _log_softmax(dtype: str, x: Floats, axis: int = -1) -> Floats:
 
 def _sum_bound(terms: Floats, dtype: str, axis: int) -> Floats:
     """Count · q / 2, q from the largest term."""
-    _, bits, _, largest = _work(dtype)
+    _, bits, _, largest = limits(dtype)
     top = np.max(np.abs(terms), axis=axis, keepdims=True, initial=0)
     _, exponent = np.frexp(top)
     least = -1022 if dtype == "float64" else -126
@@ -84,7 +61,7 @@ def _sum_bound(terms: Floats, dtype: str, axis: int) -> Floats:
 
 
 def _softmax_backward(dtype: str, dy: Floats, y: Floats, axis: int = -1) -> Floats:
-    u, _, eta, largest = _work(dtype)
+    u, _, eta, largest = limits(dtype)
     with np.errstate(all="ignore"):
         a, b = np.abs(y.astype(np.longdouble)), np.abs(dy.astype(np.longdouble))
         total = (a * b).sum(axis=axis, keepdims=True)
@@ -95,7 +72,7 @@ def _softmax_backward(dtype: str, dy: Floats, y: Floats, axis: int = -1) -> Floa
 
 
 def _log_softmax_backward(dtype: str, dy: Floats, y: Floats, axis: int = -1) -> Floats:
-    u, _, eta, largest = _work(dtype)
+    u, _, eta, largest = limits(dtype)
     with np.errstate(all="ignore"):
         e, b = np.exp(y.astype(np.longdouble)), np.abs(dy.astype(np.longdouble))
         total = b.sum(axis=axis, keepdims=True)

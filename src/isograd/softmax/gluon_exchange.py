@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa: N803
 """What the threads of a row tell each other: extreme keys and integer sums, over a block or a cluster of blocks.
 

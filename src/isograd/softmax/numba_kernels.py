@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The softmax family on the CPU, one row of the reduced axis after the other.
 
 A row is worked on in blocks that stay in the first-level cache and costs two or three passes over memory; the later

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The softmax family on the CPU for a reduction over a non-last axis.
 
 A tile of neighbouring rows, the lanes, advances together along the reduced axis, so that memory is read in order. The
@@ -20,7 +21,7 @@ from isograd.numerics.numba_memory import (
     work_nan,
     work_zero,
 )
-from isograd.numerics.numba_ops import fma, from_key, is_finite, magnitude_key, max_key
+from isograd.numerics.numba_ops import fma, from_key, is_finite, lowest_key, magnitude_key, max_key
 from isograd.numerics.numba_storage import widen
 from isograd.numerics.numba_sum import PARTIAL, is_finite_key, signed_rest, special_value, sum_scale
 from isograd.numerics.numba_wide import add_limbs, limb_shift, split_term, term_bias, wide_to_float
@@ -33,7 +34,6 @@ from isograd.softmax.numba_steps import (
     log_probability,
     log_sum,
     low_term_bias,
-    lowest_key,
     mark,
     probability,
     quotient,

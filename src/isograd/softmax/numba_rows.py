@@ -1,13 +1,14 @@
+# mypy: ignore-errors
 """What kernels that walk along a row of logits on the CPU share: its maximum, and the exact sum of its exponentials."""
 
 import numpy as np
 
 from isograd.numerics.numba_compile import device_function
 from isograd.numerics.numba_memory import BLOCK, load, load_block, prefetch_read, prefetch_write, store, store_block
-from isograd.numerics.numba_ops import from_key, max_key
+from isograd.numerics.numba_ops import from_key, lowest_key, max_key
 from isograd.numerics.numba_sum import PARTIAL
 from isograd.numerics.numba_wide import add_limbs, limb_shift
-from isograd.softmax.numba_steps import exponential_part, lowest_key, term_scale
+from isograd.softmax.numba_steps import exponential_part, term_scale
 
 
 @device_function

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa: D103, N803, RET505
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """The softmax family in Triton: any axis, any strides, float16, bfloat16, float32, float64.

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """How the Triton softmax kernels are configured and launched.
 
 `configuration` is the written rule that picks a variant from shape, dtype and architecture; nothing is timed at run

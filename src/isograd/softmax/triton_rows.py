@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa: N803, RET505, SIM108
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """Pieces of the softmax kernels in Triton: sums of one tile, and what follows from the sums of a row.

@@ -1,10 +1,14 @@
 """Reverse-mode differentiation for plain arrays.
 
 `rules.py` has the operations on arrays, `choice_rules.py` maxima and masks, `index_rules.py` indexing and the other
-`*_rules.py` the families; `variable.py` has the values and how an operation is applied to them, `recording.py` the tape
-with checkpoints and the walk backwards, `functions.py` the operations as functions.
+`*_rules.py` the families; `operations.py` records what `isograd.ops` declares. `variable.py` has the values and how an
+operation is applied to them, `recording.py` the tape with checkpoints and the walk backwards, `functions.py` the
+operations as functions.
 """
 
+from isograd.tape import exported
+from isograd.tape import operations as operations
+from isograd.tape.exported import *  # noqa: F403
 from isograd.tape.functions import (
     add,
     attention,
@@ -43,7 +47,6 @@ from isograd.tape.functions import (
     sigmoid,
     silu,
     softmax,
-    sparsemax,
     sqrt,
     sub,
     sum,  # noqa: A004 - NumPy's name
@@ -96,7 +99,6 @@ __all__ = [
     "sigmoid",
     "silu",
     "softmax",
-    "sparsemax",
     "sqrt",
     "sub",
     "sum",
@@ -106,3 +108,4 @@ __all__ = [
     "transpose",
     "where",
 ]
+__all__ += exported.__all__

@@ -197,11 +197,6 @@ def gumbel_softmax(
     return apply(loss_rules.gumbel_softmax, x, tau=tau, hard=hard, axis=axis, seed=seed, offset=offset)
 
 
-def sparsemax(x: Variable, axis: int = -1) -> Variable:
-    """The point of the probability simplex nearest to each row of an axis."""
-    return apply(loss_rules.sparsemax, x, axis=axis)
-
-
 def sum(x: Variable, axis: rules.Axes = None, keepdims: bool = False) -> Variable:  # noqa: A001 - NumPy's name
     """The order-free sum over an axis, a tuple of axes, or all."""
     return apply(rules.sum, x, axis=axis, keepdims=keepdims)

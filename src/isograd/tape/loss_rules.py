@@ -81,9 +81,3 @@ def gumbel_softmax(x: Array, tau: float, hard: bool, axis: int, seed: int, offse
         return result
 
     return y, (gradient,)
-
-
-def sparsemax(x: Array, axis: int) -> Result:
-    """The point of the probability simplex nearest to each row."""
-    y: Array = simplex_api.sparsemax(x, axis)
-    return y, (lambda g: simplex_api.sparsemax_backward(g, y, axis),)

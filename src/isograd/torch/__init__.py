@@ -23,7 +23,9 @@ try:
 except ImportError as error:
     raise ImportError("isograd.torch needs PyTorch, which is not installed: pip install 'isograd[torch]'") from error
 
+from isograd.torch import exported
 from isograd.torch.dot_product import attention, scaled_dot_product_attention
+from isograd.torch.exported import *  # noqa: F403
 from isograd.torch.functional import log_softmax, log_softmax_backward, softmax, softmax_backward
 from isograd.torch.huggingface import register_transformers
 from isograd.torch.indexing import embedding, gather, index_add, index_select, scatter_add, take_along_dim, topk
@@ -33,7 +35,6 @@ from isograd.torch.losses import (
     gumbel_softmax,
     kl_div,
     linear_cross_entropy,
-    sparsemax,
 )
 from isograd.torch.modules import CrossEntropyLoss, KLDivLoss, LogSoftmax, Softmax
 from isograd.torch.routing import (
@@ -80,11 +81,11 @@ __all__ = [
     "scatter_add",
     "softmax",
     "softmax_backward",
-    "sparsemax",
     "take_along_dim",
     "topk",
     "use",
 ]
+__all__ += exported.__all__
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ from isograd.torch.indexing import enter
 from isograd.torch.ops_cross_entropy import CROSS_ENTROPY
 from isograd.torch.ops_divergence import DISTILLATION_LOSS, KL_DIV
 from isograd.torch.ops_linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from isograd.torch.ops_simplex import GUMBEL_SOFTMAX, SPARSEMAX
+from isograd.torch.ops_simplex import GUMBEL_SOFTMAX
 from isograd.torch.tensors import checked_index, integer, refuse, require_count, require_dense, require_tensor
 from isograd.typing import BatchReduction, Reduction
 
@@ -223,13 +223,3 @@ def gumbel_softmax(
     scale = real_number(name, "tau", tau)
     words = [promises.checked_integer(name, key, value, 64) for key, value in (("seed", seed), ("offset", offset))]
     return GUMBEL_SOFTMAX(logits, scale, bool(hard), integer(name, "dim", dim), *map(promises.signed, words))  # type: ignore[no-any-return]
-
-
-def sparsemax(input: Tensor, dim: int = -1) -> Tensor:  # noqa: A002
-    """The point of the simplex nearest to the input along `dim`; bits and errors as `isograd.sparsemax`.
-
-    input: float16, bfloat16, float32 or float64. Differentiable twice (its second derivative is 0).
-    """
-    enter("sparsemax")
-    require_dense("sparsemax", input, "input")
-    return SPARSEMAX(input, integer("sparsemax", "dim", dim))  # type: ignore[no-any-return]

@@ -1,16 +1,13 @@
-"""Operators whose results lie on the probability simplex: gumbel_softmax and sparsemax.
+"""The operators of gumbel_softmax.
 
     gumbel_softmax(Tensor logits, float tau=1.0, bool hard=False, int dim=-1, SymInt seed=0, SymInt offset=0,
                    bool batched=False) -> Tensor
     gumbel_softmax_backward(Tensor dy, Tensor y, float tau=1.0, int dim=-1) -> Tensor
-    sparsemax(Tensor input, int dim=-1) -> Tensor
-    sparsemax_backward(Tensor dy, Tensor y, int dim=-1) -> Tensor
 
 seed and offset are words of 64 bits; those from 2^63 on are passed as negative numbers. With `batched` every place in
 the first dimension has the same noise.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -19,8 +16,6 @@ from torch import Tensor
 from isograd.losses.simplex_plans import (
     GumbelSoftmaxBackwardPlan,
     GumbelSoftmaxPlan,
-    SparsemaxBackwardPlan,
-    SparsemaxPlan,
 )
 from isograd.torch import define
 from isograd.torch.tensors import (
@@ -71,15 +66,11 @@ def _gumbel(
     return y
 
 
-def _backward_fake(operation: str, dy: Tensor, y: Tensor, dim: int) -> Tensor:
-    require_same(operation, dy, y)
-    require_storage(operation, y, "y")
-    normalized_dim(operation, dim, y.shape)
-    return empty(y.shape, y)
-
-
 def _gumbel_backward_fake(dy: Tensor, y: Tensor, tau: float = 1.0, dim: int = -1) -> Tensor:
-    return _backward_fake("gumbel_softmax_backward", dy, y, dim)
+    require_same("gumbel_softmax_backward", dy, y)
+    require_storage("gumbel_softmax_backward", y, "y")
+    normalized_dim("gumbel_softmax_backward", dim, y.shape)
+    return empty(y.shape, y)
 
 
 def _gumbel_backward(dy: Tensor, y: Tensor, tau: float = 1.0, dim: int = -1) -> Tensor:
@@ -138,55 +129,21 @@ def _push_gumbel_backward(
     return t + extra.to(y.dtype)  # type: ignore[no-any-return]
 
 
-# --- sparsemax -------------------------------------------------------------------------------------------------------
-def _sparsemax_fake(input: Tensor, dim: int = -1) -> Tensor:  # noqa: A002
-    require_storage("sparsemax", input, "input")
-    normalized_dim("sparsemax", dim, input.shape)
-    return empty(input.shape, input)
-
-
-def _sparsemax(input: Tensor, dim: int = -1) -> Tensor:  # noqa: A002
-    y = _sparsemax_fake(input, dim)
-    x = usable("sparsemax", "input", input)
-    run(SparsemaxPlan, x.device, (x.shape, NAMES[x.dtype], dim), x=x, y=y if y.dim() else y.view(1))
-    return y
-
-
-def _sparsemax_backward_fake(dy: Tensor, y: Tensor, dim: int = -1) -> Tensor:
-    return _backward_fake("sparsemax_backward", dy, y, dim)
-
-
-def _sparsemax_backward(dy: Tensor, y: Tensor, dim: int = -1) -> Tensor:
-    name = "sparsemax_backward"
-    dx = _sparsemax_backward_fake(dy, y, dim)
-    g, p = usable(name, "dy", dy), usable(name, "y", y)
-    out = dx if dx.dim() else dx.view(1)
-    run(SparsemaxBackwardPlan, p.device, (p.shape, NAMES[p.dtype], dim), dy=g, y=p, dx=out)
-    return dx
-
-
-def _save_sparsemax(node: Any, inputs: tuple[Any, ...], y: Tensor) -> tuple[Tensor]:
-    node.dim = inputs[1]
-    return (y,)
-
-
-def _save_sparsemax_backward(node: Any, inputs: tuple[Any, ...], dx: Tensor) -> tuple[Tensor]:
-    _, y, node.dim = inputs
-    return (y,)
-
-
 def _batch(
-    count: int, op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Any
+    op: define.Operator,
+    size: int,
+    in_dims: tuple[int | None, ...],
+    dy: Tensor,
+    y: Tensor,
+    tau: float = 1.0,
+    dim: int = -1,
 ) -> tuple[Tensor, int]:
-    """Run an operator whose first `count` arguments are tensors and whose last one is dim, over a batch."""
-    tensors = [define.batched(t, d, size) for t, d in zip(args[:count], in_dims, strict=False)]
-    shape = tensors[0].shape[1:]
-    arguments = op._schema.arguments
-    defaults = [a.default_value for a in arguments[len(args) :] if a.name != "numbers"]
-    *options, dim = [*args[count:], *defaults]
+    """The gradient over a batch."""
+    dy, y = (define.batched(t, d, size) for t, d in zip((dy, y), in_dims, strict=False))
+    shape = y.shape[1:]
     if not shape:
-        tensors = [t.unsqueeze(1) for t in tensors]
-    result = op(*tensors, *options, normalized_dim(op.__name__, dim, shape) + 1)
+        dy, y = dy.unsqueeze(1), y.unsqueeze(1)
+    result = op(dy, y, tau, normalized_dim(op.__name__, dim, shape) + 1)
     return (result if shape else result.squeeze(1)), 0
 
 
@@ -226,30 +183,5 @@ GUMBEL_SOFTMAX_BACKWARD: define.Operator = define.operator(
     run=_gumbel_backward,
     fake=_gumbel_backward_fake,
     gradient=define.Gradient(_save_gumbel_backward, _differentiate_gumbel_backward, _push_gumbel_backward),
-    batch=functools.partial(_batch, 2),
-)
-SPARSEMAX: define.Operator = define.operator(
-    "sparsemax(Tensor input, int dim=-1) -> Tensor",
-    run=_sparsemax,
-    fake=_sparsemax_fake,
-    gradient=define.Gradient(
-        _save_sparsemax,
-        lambda node, saved, dy: (SPARSEMAX_BACKWARD(dy, saved[0], node.dim),),
-        lambda node, saved, t, *rest: SPARSEMAX_BACKWARD(t, saved[0], node.dim),
-    ),
-    batch=functools.partial(_batch, 1),
-)
-SPARSEMAX_BACKWARD: define.Operator = define.operator(
-    "sparsemax_backward(Tensor dy, Tensor y, int dim=-1) -> Tensor",
-    run=_sparsemax_backward,
-    fake=_sparsemax_backward_fake,
-    # Constant in y between the places where the support changes.
-    gradient=define.Gradient(
-        _save_sparsemax_backward,
-        lambda node, saved, h: (SPARSEMAX_BACKWARD(h, saved[0], node.dim),),
-        lambda node, saved, t, *rest: (
-            torch.zeros_like(saved[0]) if t is None else SPARSEMAX_BACKWARD(t, saved[0], node.dim)
-        ),
-    ),
-    batch=functools.partial(_batch, 2),
+    batch=_batch,
 )

@@ -175,8 +175,6 @@ _CUTS: dict[str, Callable[..., Iterator[Cut]]] = {
     "log_softmax": _forward,
     "softmax_backward": _backward,
     "log_softmax_backward": _backward,
-    "sparsemax": _forward,
-    "sparsemax_backward": _backward,
     "gumbel_softmax_backward": lambda dy, y, tau, dim, *_: _backward(dy, y, dim),
     "top_k": lambda x, k, dim: (([d, d], [d]) for d in _others(x, dim)),
     "gather": _gather,
@@ -201,3 +199,8 @@ _CUTS: dict[str, Callable[..., Iterator[Cut]]] = {
     "attention": _attention,
     "attention_backward": _attention_backward,
 }
+
+
+def add(operator: str, cuts: Callable[..., Iterator[Cut]]) -> None:
+    """Say how an operator may be cut; before `register` is called."""
+    _CUTS[operator] = cuts

@@ -3,8 +3,8 @@
 A family has its suites in the file of its name; verify finds the kernels in the registry.
 """
 
-from isograd.cli.suites import attention, cross_entropy, divergences, gather, router, softmax
-from isograd.cli.suites.common import Case, Suite
+from isograd.cli.suites import attention, cross_entropy, divergences, gather, operations, router, softmax
+from isograd.core.cases import Case, Suite
 from isograd.fenv import default_environment
 
 SUITES: dict[str, Suite] = {
@@ -13,6 +13,7 @@ SUITES: dict[str, Suite] = {
     **router.SUITES,
     **cross_entropy.SUITES,
     **divergences.SUITES,
+    **operations.SUITES,
     **attention.SUITES,
 }
 

@@ -21,7 +21,7 @@ from isograd.attention.descriptors import (
 from isograd.attention.options import AttentionOptions
 from isograd.attention.plans import AttentionBackwardPlan, AttentionDeltaPlan, AttentionPlan
 from isograd.attention.problem import sizes
-from isograd.cli.suites.common import Array, Arrays, Case, Change, Suite, normal, store
+from isograd.core.cases import Array, Arrays, Case, Change, Suite, normal, store
 from isograd.numerics import random
 from isograd.plan import Descriptor
 

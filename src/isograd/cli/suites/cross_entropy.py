@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from isograd.cli.suites.common import Array, Arrays, Case, Change, Suite, normal, store
+from isograd.core.cases import Array, Arrays, Case, Change, Suite, normal, store
 from isograd.losses import cross_entropy_reference as reference
 from isograd.losses import linear_reference
 from isograd.losses.cross_entropy_plans import (

@@ -1,4 +1,4 @@
-"""The cases of divergences, gumbel_softmax and sparsemax with their gradients, and what must not change their bits."""
+"""The cases of divergences and gumbel_softmax with their gradients, and what must not change their bits."""
 
 from __future__ import annotations
 
@@ -8,46 +8,28 @@ from typing import Any
 
 import numpy as np
 
-from isograd.cli.suites.common import Array, Arrays, Case, Change, Suite, normal, store
+from isograd.core.cases import (
+    Array,
+    Case,
+    Change,
+    Suite,
+    each,
+    every,
+    layout,
+    logits,
+    normal,
+    store,
+    unchanged,
+)
 from isograd.losses import divergence_plans as divergence
-from isograd.losses import divergence_reference, gumbel_reference, sparsemax_reference
+from isograd.losses import divergence_reference, gumbel_reference
 from isograd.losses import simplex_plans as simplex
-from isograd.losses.promises import work_name
 from isograd.numerics import random
 from isograd.numerics import reference as ref
+from isograd.numerics.storage import compute_dtype
 from isograd.plan import Descriptor
 
 _STREAM = 400  # of this family's inputs
-
-
-def _logits(dtype: str, stream: int) -> Iterator[tuple[str, Array, Array]]:
-    """Name, student, teacher: rows of logits that hurt."""
-    far = -6e4 if dtype == "float16" else -1e7
-
-    def pair(shape: tuple[int, ...], scale: float = 2.0) -> tuple[Array, Array]:
-        nonlocal stream
-        stream += 2
-        return scale * normal(shape, stream), scale * normal(shape, stream + 1)
-
-    for shape in ((6, 1), (5, 31), (40, 256), (3, 5000)):
-        x, t = pair(shape)
-        yield f"{shape[0]} x {shape[1]}", store(x, dtype), store(t, dtype)
-    x, t = pair((60, 2))
-    yield "two classes", store(x, dtype), store(t, dtype)
-    x, t = pair((4, 300), 60.0)
-    yield "wide spread", store(x, dtype), store(t, dtype)
-    x, t = pair((4, 300))
-    yield "close", store(x, dtype), store(x + t * 2.0**-10, dtype)
-    yield "far away", store(x + far, dtype), store(t + far, dtype)
-    masked = np.where(normal((4, 300), _STREAM) > 0.3, -np.inf, 0.0)
-    masked[2] = -np.inf
-    yield "masked", store(x + masked, dtype), store(t + masked, dtype)
-    peak = np.where(np.arange(300) == 17, 60.0, 0.0)
-    yield "sure student", store(x + peak, dtype), store(t, dtype)
-    yield "sure teacher", store(x, dtype), store(t + peak, dtype)
-    special = x.copy()
-    special[0, 3], special[1, 299], special[2, 0] = np.nan, np.inf, -np.inf
-    yield "NaN and inf", store(special, dtype), store(t, dtype)
 
 
 def _log_softmax(x: Array) -> Array:
@@ -63,13 +45,13 @@ def _exp(x: Array, dtype: str) -> Array:
 
 
 def _upstream(shape: tuple[int, ...], dtype: str, stream: int) -> Array:
-    return store(np.asarray(normal((1, *shape), stream)[0]), work_name(dtype))
+    return store(np.asarray(normal((1, *shape), stream)[0]), compute_dtype(dtype))
 
 
 # --- divergences -----------------------------------------------------------------------------------------------------
 def _kl_cases(backward: bool, dtype: str) -> Iterator[Case]:
     options = [("mean", False), ("sum", True), ("batchmean", False), ("none", True), ("none", False)]
-    for i, (name, x, t) in enumerate(_logits(dtype, _STREAM + 1)):
+    for i, (name, x, t) in enumerate(logits(dtype, _STREAM + 1)):
         reduction, log_target = options[i % 5]
         log_p = _log_softmax(t)
         target = ref.narrow(log_p, x.dtype) if log_target else _exp(log_p, dtype)
@@ -96,7 +78,7 @@ def _named(teacher: Array, k: int, dtype: str, index: Any) -> tuple[Array, Array
 
 
 def _distillation_cases(backward: bool, dtype: str) -> Iterator[Case]:
-    for i, (name, x, t) in enumerate(_logits(dtype, _STREAM + 60)):
+    for i, (name, x, t) in enumerate(logits(dtype, _STREAM + 60)):
         options = {"temperature": (1.0, 2.0, 0.7)[i % 3], "reduction": ("none", "batchmean", "mean", "sum")[i % 4]}
         g = _upstream(x.shape[:-1] if options["reduction"] == "none" else (), dtype, _STREAM + 100 + i)
         before = {"dloss": g} if backward else {}
@@ -112,9 +94,9 @@ def _distillation_descriptor(type_: Callable[..., Descriptor], case: Case, dtype
     return type_(case.inputs["student"].shape, dtype, None, **case.options, **named)
 
 
-# --- gumbel_softmax and sparsemax ------------------------------------------------------------------------------------
+# --- gumbel_softmax --------------------------------------------------------------------------------------------------
 def _gumbel_cases(dtype: str) -> Iterator[Case]:
-    for i, (name, x, _) in enumerate(_logits(dtype, _STREAM + 140)):
+    for i, (name, x, _) in enumerate(logits(dtype, _STREAM + 140)):
         options = {"tau": (1.0, 0.5, 3.7)[i % 3], "hard": i % 4 == 3, "seed": 7 * i, "offset": (0, 5, 2**33)[i % 3]}
         yield Case(name, {"logits": x}, options)
         if name == "40 x 256":
@@ -127,29 +109,11 @@ def _gumbel_descriptor(case: Case, dtype: str) -> Descriptor:
 
 
 def _gumbel_backward_cases(dtype: str) -> Iterator[Case]:
-    for i, (name, x, t) in enumerate(_logits(dtype, _STREAM + 180)):
+    for i, (name, x, t) in enumerate(logits(dtype, _STREAM + 180)):
         y = _exp(_log_softmax(x), dtype)
         yield Case(name, {"dy": t, "y": y}, {"tau": (1.0, 0.5, 3.7)[i % 3]})
         if name == "40 x 256":
             yield Case("first axis", {"dy": t.T, "y": y.T}, {"tau": 0.3, "axis": 0})
-
-
-def _sparsemax_cases(dtype: str) -> Iterator[Case]:
-    for name, x, t in _logits(dtype, _STREAM + 220):
-        yield Case(name, {"x": x})
-        if name == "40 x 256":
-            yield Case("all in the support", {"x": store(t.astype(np.float64) * 2.0**-12, dtype)})
-            yield Case("first axis", {"x": x}, {"axis": 0})
-    yield Case("ties", {"x": store(np.rint(normal((8, 60), _STREAM + 260)) / 4, dtype)})
-
-
-def _sparsemax_backward_cases(dtype: str) -> Iterator[Case]:
-    for name, x, t in _logits(dtype, _STREAM + 270):
-        yield Case(name, {"dy": t, "y": sparsemax_reference.sparsemax(x)})
-        if name == "40 x 256":
-            one = np.broadcast_to(t[:1, :1], t.shape)
-            y = np.ascontiguousarray(sparsemax_reference.sparsemax(x, 0).T)
-            yield Case("expanded dy, first axis", {"dy": one, "y": y.T}, {"axis": 0})
 
 
 def _axis_descriptor(type_: Callable[..., Descriptor], case: Case, dtype: str) -> Descriptor:
@@ -158,18 +122,6 @@ def _axis_descriptor(type_: Callable[..., Descriptor], case: Case, dtype: str) -
 
 
 # --- invariances -----------------------------------------------------------------------------------------------------
-def _each(case: Case, change: Callable[[Array], Array], **options: Any) -> Case:
-    return Case(case.name, {k: change(a) for k, a in case.inputs.items()}, {**case.options, **options})
-
-
-def _same(results: Arrays) -> Arrays:
-    return results
-
-
-def _all(change: Callable[[Array], Array]) -> Callable[[Arrays], Arrays]:
-    return lambda results: tuple(change(r) for r in results)
-
-
 def _shuffled(case: Case, axis: int, seed: int, put_back: bool) -> Iterator[Change]:
     """The elements of an axis of every input in another order; put back where the results have that axis."""
     *_, like = case.inputs.values()
@@ -180,7 +132,40 @@ def _shuffled(case: Case, axis: int, seed: int, put_back: bool) -> Iterator[Chan
     def take(a: Array) -> Array:
         return np.take(a, order, axis) if a.ndim == like.ndim else a
 
-    yield Change(_each(case, take), _all(take) if put_back else _same)
+    yield Change(each(case, take), every(take) if put_back else unchanged)
+
+
+def _row_order(case: Case) -> Iterator[Change]:
+    """The elements of every row in another order."""
+    yield from _shuffled(case, int(case.options.get("axis", -1)), 5, True)
+
+
+def _row_batch(case: Case) -> Iterator[Change]:
+    """The first and the last rows alone; noise goes on where it was."""
+    axis = int(case.options.get("axis", -1))
+    *_, like = case.inputs.values()
+    if axis % like.ndim == 0:
+        return
+    half = like.shape[0] // 2
+    for start, stop in ((0, half), (half, like.shape[0])):
+
+        def cut(a: Array, start: int = start, stop: int = stop) -> Array:
+            return a[start:stop]
+
+        skipped = {"offset": case.options["offset"] + start * like[0].size} if "offset" in case.options else {}
+        yield Change(each(case, cut, **skipped), every(cut))
+
+
+def _padding(fill: float, case: Case) -> Iterator[Change]:
+    """Rows made longer with what is not in the support."""
+    if int(case.options.get("axis", -1)) != -1:
+        return
+    *_, like = case.inputs.values()
+
+    def pad(a: Array) -> Array:
+        return np.concatenate([a, np.full((a.shape[0], 37), fill, a.dtype)], axis=-1)
+
+    yield Change(each(case, pad), seen=every(lambda r: r[:, : like.shape[-1]]))
 
 
 def _kl_order(case: Case) -> Iterator[Change]:
@@ -188,11 +173,6 @@ def _kl_order(case: Case) -> Iterator[Change]:
     single = case.options["reduction"] == "none" or "dloss" in case.inputs
     for axis in (0, 1):
         yield from _shuffled(case, axis, 3 + axis, single)
-
-
-def _row_order(case: Case) -> Iterator[Change]:
-    """The elements of every row in another order."""
-    yield from _shuffled(case, int(case.options.get("axis", -1)), 5, True)
 
 
 def _class_order(case: Case) -> Iterator[Change]:
@@ -210,7 +190,7 @@ def _class_order(case: Case) -> Iterator[Change]:
     else:
         inputs["teacher"] = np.take(inputs["teacher"], order, -1)
     changed = Case(case.name, inputs, case.options)
-    yield Change(changed, _all(lambda r: np.take(r, order, -1)) if backward else _same)
+    yield Change(changed, every(lambda r: np.take(r, order, -1)) if backward else unchanged)
 
 
 def _class_batch(case: Case) -> Iterator[Change]:
@@ -223,50 +203,7 @@ def _class_batch(case: Case) -> Iterator[Change]:
         def cut(a: Array, part: slice = part) -> Array:
             return a[part]
 
-        yield Change(_each(case, cut), _all(cut))
-
-
-def _row_batch(case: Case) -> Iterator[Change]:
-    """The first and the last rows alone; noise goes on where it was."""
-    axis = int(case.options.get("axis", -1))
-    *_, like = case.inputs.values()
-    if axis % like.ndim == 0:
-        return
-    half = like.shape[0] // 2
-    for start, stop in ((0, half), (half, like.shape[0])):
-
-        def cut(a: Array, start: int = start, stop: int = stop) -> Array:
-            return a[start:stop]
-
-        skipped = {"offset": case.options["offset"] + start * like[0].size} if "offset" in case.options else {}
-        yield Change(_each(case, cut, **skipped), _all(cut))
-
-
-def _layout(case: Case) -> Iterator[Change]:
-    """The same values in Fortran order and in reversed memory."""
-
-    def backwards(a: Array) -> Array:
-        step: Any = (..., *(slice(None, None, -1),) * a.ndim)
-        reversed_memory: Array = np.array(a[step], order="C")[step]
-        return reversed_memory
-
-    def transposed(a: Array) -> Array:
-        return np.array(a, order="F")
-
-    for change in (transposed, backwards):
-        yield Change(_each(case, change))
-
-
-def _padding(fill: float, case: Case) -> Iterator[Change]:
-    """Rows made longer with what is not in the support."""
-    if int(case.options.get("axis", -1)) != -1:
-        return
-    *_, like = case.inputs.values()
-
-    def pad(a: Array) -> Array:
-        return np.concatenate([a, np.full((a.shape[0], 37), fill, a.dtype)], axis=-1)
-
-    yield Change(_each(case, pad), seen=_all(lambda r: r[:, : like.shape[-1]]))
+        yield Change(each(case, cut), every(cut))
 
 
 def _suite(
@@ -282,9 +219,9 @@ def _suite(
     )
 
 
-_KL = {"order": _kl_order, "layout": _layout}
-_CLASSES = {"order": _class_order, "batch": _class_batch, "layout": _layout}
-_ROWS = {"order": _row_order, "batch": _row_batch, "layout": _layout, "padding": functools.partial(_padding, 0.0)}
+_KL = {"order": _kl_order, "layout": layout}
+_CLASSES = {"order": _class_order, "batch": _class_batch, "layout": layout}
+_ROWS = {"order": _row_order, "batch": _row_batch, "layout": layout, "padding": functools.partial(_padding, 0.0)}
 _d, _s, _dr = divergence, simplex, divergence_reference
 
 SUITES: dict[str, Suite] = {
@@ -298,7 +235,7 @@ SUITES: dict[str, Suite] = {
         "kl_div_backward",
         _kl_descriptor,
         functools.partial(_kl_cases, True),
-        {"layout": _layout},
+        {"layout": layout},
     ),
     "distillation_loss": _suite(
         _d.DistillationLossPlan,
@@ -325,7 +262,7 @@ SUITES: dict[str, Suite] = {
         "gumbel_softmax",
         _gumbel_descriptor,
         _gumbel_cases,
-        {"batch": _row_batch, "layout": _layout},
+        {"batch": _row_batch, "layout": layout},
     ),
     "gumbel_softmax_backward": _suite(
         _s.GumbelSoftmaxBackwardPlan,
@@ -334,24 +271,6 @@ SUITES: dict[str, Suite] = {
         "gumbel_softmax_backward",
         _axis_descriptor,
         _gumbel_backward_cases,
-        _ROWS,
-    ),
-    "sparsemax": _suite(
-        _s.SparsemaxPlan,
-        _s.SparsemaxDescriptor,
-        sparsemax_reference,
-        "sparsemax",
-        _axis_descriptor,
-        _sparsemax_cases,
-        _ROWS | {"padding": functools.partial(_padding, -np.inf)},
-    ),
-    "sparsemax_backward": _suite(
-        _s.SparsemaxBackwardPlan,
-        _s.SparsemaxBackwardDescriptor,
-        sparsemax_reference,
-        "sparsemax_backward",
-        _axis_descriptor,
-        _sparsemax_backward_cases,
         _ROWS,
     ),
 }

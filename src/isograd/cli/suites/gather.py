@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from isograd.cli.suites.common import Array, Arrays, Case, Change, Suite, normal, store
+from isograd.core.cases import Array, Arrays, Case, Change, Suite, normal, store
 from isograd.gather import reference as ref
 from isograd.gather.plans import (
     IndexSelectDescriptor,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from isograd.cli.suites.common import Array, Arrays, Case, Change, Suite, normal, store
+from isograd.core.cases import Array, Arrays, Case, Change, Suite, normal, store
 from isograd.numerics import random
 from isograd.numerics import reference as ref
 from isograd.plan import Descriptor

@@ -11,8 +11,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from isograd.losses.numba_steps import one_wide
-from isograd.losses.numba_work_rows import block_maximum, fill, stored_sum
+from isograd.core.kernel import launcher
 from isograd.numerics import constants as c
 from isograd.numerics.numba_compile import INLINED, device_function, kernel
 from isograd.numerics.numba_memory import (
@@ -29,14 +28,16 @@ from isograd.numerics.numba_memory import (
     work_one,
     work_zero,
 )
-from isograd.numerics.numba_ops import fma, from_key, is_finite, magnitude_key, two_sum
+from isograd.numerics.numba_ops import fma, from_key, is_finite, lowest_key, magnitude_key, two_sum
 from isograd.numerics.numba_sum import block_magnitude
-from isograd.numerics.numba_wide import add_limbs, limb_shift, split_term, term_bias, to_float, wide_to_pair
-from isograd.softmax.numba_steps import lowest_key, quantum_bits
+from isograd.numerics.numba_wide import add_limbs, limb_shift, one_wide, split_term, term_bias, to_float, wide_to_pair
+from isograd.rows.numba_rows import block_maximum, fill, stored_sum
+from isograd.rows.walk import for_rows
 
 _SCALE_32 = np.float32(2.0 ** (c.QUANTUM_BITS - c.LIMB_SHIFT_32))
 _SCALE_64 = np.float64(2.0**c.QUANTUM_BITS)
 _DIGIT, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+_LONGEST = (1 << 31) - 1
 
 
 def unit_scale(like: Any) -> Any:
@@ -47,6 +48,17 @@ def unit_scale(like: Any) -> Any:
 @overload(unit_scale, jit_options=INLINED)
 def _unit_scale(like):
     return (lambda like: _SCALE_64) if like == types.float64 else (lambda like: _SCALE_32)
+
+
+def unit_bits(like: Any) -> Any:
+    """The units of 1 as a power of two."""
+    raise NotImplementedError
+
+
+@overload(unit_bits, jit_options=INLINED)
+def _unit_bits(like):
+    bits = c.QUANTUM_BITS + (c.LIMB_SHIFT_64 if like == types.float64 else 0)
+    return lambda like: np.int64(bits)
 
 
 @device_function
@@ -92,7 +104,7 @@ def _threshold(highs, lows, count, zero):
         if left == count:
             break
         count = left
-    head, rest = wide_to_pair(hi, lo, -quantum_bits(np.int64(0), zero), zero)
+    head, rest = wide_to_pair(hi, lo, -unit_bits(zero), zero)
     k = to_float(count, zero)
     high = head / k
     return high, (fma(-high, k, head) + rest) / k
@@ -100,6 +112,7 @@ def _threshold(highs, lows, count, zero):
 
 @kernel
 def sparsemax_rows(like, x_address, y_address, shape, x_strides, y_strides, n, x_stride, y_stride, start, stop):
+    """Rows of the result; y may be x."""
     x, y = pointer(x_address, like), pointer(y_address, like)
     zero = work_zero(like)
     one = work_one(zero)
@@ -179,3 +192,24 @@ def sparsemax_backward_rows(
             for i in range(count):
                 store(block, i, _supported(load(a, i), load(block, i) - mean, zero))
             store_block(dx, dxo + j * dx_stride, dx_stride, count, block)
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
+def _too_long(problem: Any) -> str | None:
+    """Supports are counted in 31 bits."""
+    n = problem.shape[problem.axis]
+    return f"a row has {n} elements; at most {_LONGEST}" if n > _LONGEST else None
+
+
+@launcher("sparsemax", _too_long)
+def sparsemax(problem: Any, x: Any, y: Any) -> None:
+    """Compute y; it may be x."""
+    if y.size:
+        for_rows(sparsemax_rows, problem.axis, (x, y))
+
+
+@launcher("sparsemax_backward", _too_long)
+def sparsemax_backward(problem: Any, dy: Any, y: Any, dx: Any) -> None:
+    """Compute dx; it may be dy or y."""
+    if dx.size:
+        for_rows(sparsemax_backward_rows, problem.axis, (dy, y, dx))

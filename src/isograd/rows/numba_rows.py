@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """Rows of logits in the work type, scaled by a factor, for CPU kernels of losses: exponentials and their sums.
 
 The arithmetic is that of float32 or float64 rows of the softmax family whatever the storage type; `zero` is the zero of
@@ -8,7 +9,7 @@ import numpy as np
 
 from isograd.numerics.numba_compile import device_function
 from isograd.numerics.numba_memory import BLOCK, load, load_block, store, store_block, work_largest
-from isograd.numerics.numba_ops import from_key, is_finite, max_key
+from isograd.numerics.numba_ops import from_key, is_finite, lowest_key, max_key
 from isograd.numerics.numba_storage import narrow, widen
 from isograd.numerics.numba_sum import (
     PARTIAL,
@@ -19,7 +20,7 @@ from isograd.numerics.numba_sum import (
     sum_scale,
 )
 from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
-from isograd.softmax.numba_steps import exponential_part, lowest_key, term_scale
+from isograd.softmax.numba_steps import exponential_part, term_scale
 
 
 @device_function

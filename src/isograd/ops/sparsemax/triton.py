@@ -1,18 +1,23 @@
 # ruff: noqa: N803, RET505
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
-"""sparsemax in Triton; `sparsemax_reference.py` is the definition.
+"""sparsemax in Triton; `reference.py` is the definition.
 
 Differences to the row's maximum become integers, in digits of 22 bits, whose sums are exact. What is not above the
 threshold of the elements that are left leaves, until nothing does: what remains is the support that sorting finds.
 """
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
-from isograd.losses import triton_tiles as tiles
+from isograd.core.kernel import launcher
 from isograd.numerics import triton_memory as memory
 from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
+from isograd.rows import triton_tiles as tiles
+from isograd.rows.triton_launch import Tile, launch_rows
 
 _DIGIT = tl.constexpr((1 << 22) - 1)
 _LIMB = tl.constexpr((1 << 44) - 1)
@@ -244,3 +249,18 @@ def sparsemax_backward_rows(
             dy = tiles.load(dy_ptr, row, column + start, dy_inner, dy_axis, mask, 0.0)
             y = tiles.load(y_ptr, row, column + start, y_inner, y_axis, mask, 0.0)
         tiles.store(dx_ptr, row, column + start, dx_inner, dx_axis, mask, _supported(y, dy - tiles.broad(mean)))
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
+@launcher("sparsemax")
+def sparsemax(problem: Any, x: torch.Tensor, y: torch.Tensor, size: Tile | None = None) -> None:
+    """Compute y; it may be x."""
+    launch_rows(sparsemax_rows, problem.axis, {"x": x, "y": y}, size=size)
+
+
+@launcher("sparsemax_backward")
+def sparsemax_backward(
+    problem: Any, dy: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, size: Tile | None = None
+) -> None:
+    """Compute dx; it may be dy or y."""
+    launch_rows(sparsemax_backward_rows, problem.axis, {"dy": dy, "y": y, "dx": dx}, size=size)

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 # ruff: noqa: N803, RET505
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """Tiles of rows for the Triton kernels of divergences, gumbel_softmax and sparsemax, and numbers that vary by call.

@@ -1,0 +1,11 @@
+"""The suites of the operations of `isograd.ops`, which follow from their declarations and their cases."""
+
+import importlib
+
+from isograd.core.cases import Suite, suite
+from isograd.ops import FOLDERS, OPERATIONS
+
+SUITES: dict[str, Suite] = {}
+for _folder in FOLDERS:
+    _cases = importlib.import_module(f"isograd.ops.{_folder}.cases")
+    SUITES |= {name: suite(op, getattr(_cases, name)) for name, op in OPERATIONS.items() if hasattr(_cases, name)}

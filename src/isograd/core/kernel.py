@@ -1,0 +1,106 @@
+"""The kernels of operations: one function for an operation and a backend, found by the file that it stands in.
+
+    # ops/sparsemax/triton.py
+    @launcher("sparsemax")
+    def sparsemax(problem, x, y): ...
+
+`problem` is the validated descriptor; arrays come by name, an optional one only where it is there. A file
+`ops/<folder>/<backend>.py` announces that the folder's operations have kernels by this backend. It is imported when a
+plan for one of them is made: listing kernels imports neither torch nor what is compiled.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from isograd.core.operation import Operation
+from isograd.fenv import default_environment
+from isograd.numerics.storage import compute_dtype
+from isograd.plan import Kernel, KernelSku
+
+F = TypeVar("F", bound=Callable[..., None])
+Reject = Callable[[Any], str | None]
+
+
+class _Function(NamedTuple):
+    launch: Callable[..., None]
+    reject: Reject
+
+
+functions: dict[tuple[str, str], _Function] = {}  # by operation and module
+
+
+def launcher(operation: str, reject: Reject = lambda descriptor: None) -> Callable[[F], F]:
+    """Let a function compute an operation; `reject` says why it cannot serve a descriptor, or None."""
+
+    def register(function: F) -> F:
+        functions[operation, function.__module__] = _Function(function, reject)
+        return function
+
+    return register
+
+
+class Backend(ABC):
+    """What compiles and launches kernels on a device: one file in `runtime/`, whose name is the backend's."""
+
+    name: str
+    device: str
+
+    def unavailable(self) -> str | None:
+        """Why its kernels cannot run on this machine, or None."""
+        return None
+
+    @abstractmethod
+    def architecture(self) -> str:
+        """The architecture of the devices here."""
+
+    def launch(self, function: Callable[..., None], descriptor: Any, arguments: Mapping[str, Any], stream: Any) -> None:
+        """Call a kernel's function, for operands that were checked."""
+        function(descriptor, **arguments)
+
+
+class OperationKernel(Kernel):
+    """The kernel of an operation by a backend, from a module that is imported when it is needed."""
+
+    def __init__(self, operation: Operation, backend: Backend, module: str) -> None:
+        self.name = self.backend = backend.name
+        self._operation, self._backend, self._module = operation, backend, module
+        self._run: Callable[..., None] | None = None
+
+    def _function(self) -> _Function | None:
+        with default_environment():  # constants are rounded as a module is loaded
+            importlib.import_module(self._module)
+        return functions.get((self._operation.name, self._module))
+
+    def reject(self, descriptor: Any) -> str | None:
+        """Say what is missing on this machine, or what the kernel does not take."""
+        if (missing := self._backend.unavailable()) is not None:
+            return missing
+        found = self._function()
+        return f"{self._module} has no kernel for it" if found is None else found.reject(descriptor)
+
+    def sku(self, descriptor: Any) -> KernelSku:
+        """The kernel's identity."""
+        op, dtype = self._operation, descriptor.dtype
+        return KernelSku(
+            category=self._module.split(".")[-2],
+            op=op.name,
+            dtype=dtype,
+            aux_dtype=compute_dtype(dtype),
+            layout="strided",
+            epilogue="none",
+            arch=self._backend.architecture(),
+            backend=self._backend.name,
+            precision_guarantee=op.guarantee(dtype),
+        )
+
+    def launch(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any, stream: Any) -> None:
+        """Compute on the backend's device."""
+        if self._run is None:
+            found = self._function()
+            assert found is not None  # a plan was made by `reject`
+            self._run = found.launch
+        self._backend.launch(self._run, descriptor, arguments, stream)

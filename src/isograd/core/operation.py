@@ -1,0 +1,208 @@
+"""What an operation is, declared once; plans, front ends, `isograd verify` and tests read it.
+
+    SPARSEMAX = Operation(
+        "sparsemax",
+        attributes={"axis": Axis()},
+        inputs={"x": Like()},
+        outputs={"y": Like(over=("x",))},
+        reference=reference.sparsemax, oracle=reference.oracle_sparsemax,
+        bound=bounds.sparsemax, formula="ulp(y) + 2^-42",
+        vjp="sparsemax_backward",
+    )
+
+Names say what belongs together. The vjp of an operation is another one, whose inputs are called like inputs and outputs
+of the first, or `d` and the name of an output for its gradient; its outputs are `d` and the names of inputs. An
+attribute that both have is handed on. An output without a gradient among them has none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import field, make_dataclass
+from typing import Any, ClassVar, NamedTuple, Self
+
+from isograd import registry
+from isograd.core.attributes import Attribute, Real
+from isograd.core.operands import AlongAxis, Array, Like
+from isograd.errors import InvalidProblemError
+from isograd.fenv import default_environment
+from isograd.numerics.storage import compute_dtype
+from isograd.plan import (
+    DTYPES,
+    Descriptor,
+    ErrorBound,
+    Operand,
+    Plan,
+    PrecisionGuarantee,
+    checked_dtype,
+    checked_shape,
+)
+
+
+class OperationDescriptor(Descriptor):
+    """The descriptor of an `Operation`: shape and dtype of the problem, its attributes, and what of it is optional.
+
+    The fields behind the attributes say whether an optional input is given, or an optional output asked for.
+    """
+
+    __slots__ = ()
+    declared: ClassVar[Operation]
+    shape: tuple[int, ...]
+
+    @property
+    def operation(self) -> str:
+        """The operation's name."""
+        return self.declared.name
+
+    def operands(self) -> tuple[Operand, ...]:
+        """The inputs and the outputs."""
+        return self.declared.operands(self)
+
+    def validated(self) -> Self:
+        """Return the descriptor with plain fields and a non-negative axis, or raise what is wrong with it."""
+        op = self.declared
+        dtype = checked_dtype(op.name, self.dtype, op.dtypes)
+        shape = checked_shape(op.name, "shape", self.shape)
+        values = [a.checked(op.name, key, getattr(self, key), shape) for key, a in op.attributes.items()]
+        given = [getattr(self, key) for key in op.optional]
+        for key, value in zip(op.optional, given, strict=True):
+            if not isinstance(value, bool):
+                raise InvalidProblemError(f"{op.name}: {key} is {value!r}; it takes True or False")
+        make: Callable[..., Self] = type(self)
+        return make(shape, dtype, *values, *given)
+
+
+class Planned(NamedTuple):
+    """A plan, and (name, shape, dtype) of every array that it reads and of every one that it writes."""
+
+    plan: Plan
+    inputs: tuple[tuple[str, tuple[int, ...], str], ...]
+    outputs: tuple[tuple[str, tuple[int, ...], str], ...]
+
+
+class Operation:
+    """An operation on rows along an attribute `axis`.
+
+    name: of the function, of the descriptor in the registry and of the torch operator. attributes, inputs, outputs: by
+    name, in the order of the function's arguments and results. reference: the definition in NumPy, whose bits every
+    kernel returns, and oracle: the same formula in the widest float, both called with inputs and attributes by name and
+    returning the outputs, those of an optional output only where it is asked for. bound: (dtype, inputs, attributes) ->
+    a bound on the error of every output; formula: the same for people. vjp: the operation that computes the gradients
+    of the inputs. symmetric: whether its Jacobian is, so that the vjp serves as the jvp too. linear: the input of a
+    gradient that it is linear in, with a symmetric Jacobian, while nothing else has a derivative. padding: what a row
+    may be made longer with. dtypes: of the problem.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        attributes: Mapping[str, Attribute],
+        inputs: Mapping[str, Array],
+        outputs: Mapping[str, Array],
+        reference: Callable[..., Any],
+        oracle: Callable[..., Any],
+        bound: Callable[..., Any],
+        formula: str,
+        vjp: str | None = None,
+        symmetric: bool = False,
+        linear: str | None = None,
+        padding: float | None = None,
+        dtypes: tuple[str, ...] = DTYPES,
+    ) -> None:
+        self.name, self.attributes, self.inputs, self.outputs = name, attributes, inputs, outputs
+        self.reference, self.oracle, self.bound, self.formula = reference, oracle, bound, formula
+        self.vjp, self.symmetric, self.linear = vjp, symmetric, linear
+        self.padding, self.dtypes = padding, dtypes
+        arrays = {**inputs, **outputs}
+        self.optional = tuple([key for key, a in arrays.items() if a.optional])
+        # The input that has the problem's shape and dtype; the last one, as a gradient may be expanded.
+        self.problem = [key for key, a in inputs.items() if isinstance(a, Like)][-1]
+        self.descriptor_type = self._descriptor_type()
+        self.plan_type = self._plan_type()
+        self.planned = self._planned()
+
+    def __repr__(self) -> str:
+        return f"Operation({self.name!r})"
+
+    def _typed(self, kind: str) -> tuple[str, dict[str, Any]]:
+        """The name of a type of the operation's, and where it says that it comes from."""
+        return "".join(part.capitalize() for part in self.name.split("_")) + kind, {
+            "__module__": f"isograd.ops.{self.name.removesuffix('_backward')}.operation"
+        }
+
+    def _descriptor_type(self) -> type[OperationDescriptor]:
+        name, where = self._typed("Descriptor")
+        fields: list[Any] = [("shape", tuple[int, ...]), ("dtype", str)]
+        fields += [(key, type(a.default), field(default=a.default)) for key, a in self.attributes.items()]
+        fields += [(key, bool, field(default=False)) for key in self.optional]
+        arrays = ", ".join([*self.inputs, *self.outputs])
+        where |= {
+            "__doc__": f"A problem of {self.name}, whose arrays are {arrays}. shape, dtype: of {self.problem}.",
+            "declared": self,
+        }
+        made = make_dataclass(name, fields, bases=(OperationDescriptor,), namespace=where, frozen=True, slots=True)
+        made.__module__ = where["__module__"]
+        return made
+
+    def _plan_type(self) -> type[Plan]:
+        name, where = self._typed("Plan")
+        arrays = ", ".join(f"{key}={key}" for key in [*self.inputs, *self.outputs])
+        doc = f"A kernel for {self.name}: `plan.run({arrays})`."
+        return type(name, (Plan,), where | {"__slots__": (), "__doc__": doc, "descriptor_type": self.descriptor_type})
+
+    def _planned(self) -> Callable[..., Planned]:
+        """(device, *fields of the descriptor, plain) -> the plan, made once."""
+
+        @functools.lru_cache(maxsize=4096)
+        def select(device: str, generation: int, *fields: Any) -> Planned:
+            make: Callable[..., OperationDescriptor] = self.descriptor_type
+            plan = self.plan_type.select(make(*fields), device)
+            operands = plan.descriptor.operands()
+            arrays = {w: [(o.name, o.shape, o.dtype) for o in operands if o.output is w] for w in (False, True)}
+            return Planned(plan, tuple(arrays[False]), tuple(arrays[True]))
+
+        def cached(device: str, *fields: Any) -> Planned:
+            return select(device, registry.generation(), *fields)
+
+        def guarded(device: str, *fields: Any) -> Planned:
+            with default_environment():  # the cache compares numbers: with subnormals flushed they would equal zero
+                return select(device, registry.generation(), *fields)
+
+        return guarded if any(isinstance(a, Real) for a in self.attributes.values()) else cached
+
+    def sums_rows(self, asked: Mapping[str, Any]) -> bool:
+        """Whether an output that is computed is a sum over the rows; `asked` names optional ones."""
+        return any(isinstance(a, AlongAxis) and asked.get(key, not a.optional) for key, a in self.outputs.items())
+
+    # --- what follows for one problem --------------------------------------------------------------------------------
+    def operands(self, descriptor: Any) -> tuple[Operand, ...]:
+        """The arrays of a validated descriptor: inputs, then outputs."""
+        shape, axis, compute = descriptor.shape, descriptor.axis, compute_dtype(descriptor.dtype)
+        return tuple(
+            [
+                Operand(
+                    key, a.shape(shape, axis), compute if a.compute else descriptor.dtype, key in self.outputs, a.over
+                )
+                for key, a in [*self.inputs.items(), *self.outputs.items()]
+                if not a.optional or getattr(descriptor, key)
+            ]
+        )
+
+    def guarantee(self, dtype: str) -> PrecisionGuarantee:
+        """What every kernel promises: the bits of the reference, and the bound."""
+
+        def evaluate(**given: Any) -> Any:
+            return self.bound(dtype, **given)
+
+        return PrecisionGuarantee(
+            math_precision=compute_dtype(dtype),
+            accumulator="exact integers in fixed point",
+            deterministic=True,
+            bit_stable_on_same_hardware=True,
+            batch_invariant=True,
+            order_invariant=True,
+            bit_stable_across_hardware=True,
+            error_bound=ErrorBound(self.formula, evaluate),
+        )

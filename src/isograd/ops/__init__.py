@@ -1,0 +1,40 @@
+"""The operations: a folder each, found by its name.
+
+`operation.py` declares; `reference.py`, `bounds.py` and `cases.py` say what is right; `numba.py` and `triton.py` are
+kernels; `api.py` and `torch.py` are what users call.
+"""
+
+import importlib
+import pkgutil
+from pathlib import Path
+
+from isograd.core.kernel import OperationKernel
+from isograd.core.operation import Operation
+from isograd.registry import register_kernel
+
+FOLDERS = tuple([found.name for found in pkgutil.iter_modules(__path__) if found.ispkg])
+
+
+def files(folder: str) -> set[str]:
+    """The names of the modules of an operation's folder."""
+    return {found.name for found in pkgutil.iter_modules([str(Path(place, folder)) for place in __path__])}
+
+
+def _load() -> dict[str, Operation]:
+    """Every operation by name; their kernels are registered."""
+    declared: dict[str, Operation] = {}
+    backends = [found.name for found in pkgutil.iter_modules(importlib.import_module("isograd.runtime").__path__)]
+    for folder in FOLDERS:
+        module = importlib.import_module(f"isograd.ops.{folder}.operation")
+        found = {op.name: op for op in vars(module).values() if isinstance(op, Operation)}
+        declared |= found
+        for name in [name for name in backends if name in files(folder)]:
+            backend = importlib.import_module(f"isograd.runtime.{name}").BACKEND
+            for op in found.values():
+                served = OperationKernel(op, backend, f"isograd.ops.{folder}.{name}")
+                for dtype in op.dtypes:
+                    register_kernel(op.name, backend.device, dtype, served)
+    return declared
+
+
+OPERATIONS = _load()

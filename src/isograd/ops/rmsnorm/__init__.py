@@ -1,0 +1,1 @@
+"""rmsnorm: rows divided by the root of the mean of their squares."""

@@ -1,0 +1,68 @@
+"""What a user calls: rmsnorm and its gradient."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+from numpy.typing import NDArray
+
+from isograd.core import call
+from isograd.ops.rmsnorm.operation import RMSNORM, RMSNORM_BACKWARD
+from isograd.typing import Array, ArrayT, DataT, ScalarT
+
+_rmsnorm, _backward = call.function(RMSNORM), call.function(RMSNORM_BACKWARD)
+
+
+@overload
+def rmsnorm(
+    x: NDArray[ScalarT],
+    weight: NDArray[Any] | None = ...,
+    *,
+    axis: int = ...,
+    eps: float = ...,
+    return_rstd: Literal[False] = ...,
+) -> NDArray[ScalarT]: ...
+@overload
+def rmsnorm(
+    x: ArrayT, weight: Array | None = ..., *, axis: int = ..., eps: float = ..., return_rstd: Literal[False] = ...
+) -> ArrayT: ...
+@overload
+def rmsnorm(
+    x: ArrayT, weight: Array | None = ..., *, axis: int = ..., eps: float = ..., return_rstd: Literal[True]
+) -> tuple[ArrayT, Any]: ...
+def rmsnorm(x: Any, weight: Any = None, *, axis: int = -1, eps: float = 1e-6, return_rstd: bool = False) -> Any:
+    """Each row of an axis divided by the root of the mean of its squares: `y_j = x_j * rstd * weight_j`.
+
+    x: float16, bfloat16, float32 or float64, rank 1 to 8, any strides: a NumPy array, a torch tensor, an array with
+    DLPack or a tape variable; the result is of the same kind. weight: of x's dtype, one for each place of the axis;
+    ones by default. eps: from 0 to 1e30; `rstd = 1 / sqrt(mean(x^2) + eps)`. return_rstd: whether rstd comes as well,
+    one for each row, in float32 (float64 for float64); `rmsnorm_backward` wants it.
+
+    The mean comes from an exact sum, so a row has the same bits in any order and in any batch: rule 16 of
+    `docs/arithmetic.md`.
+
+    Raises InvalidProblemError for a wrong axis, rank or eps and a weight that does not fit, UnsupportedError for
+    another dtype.
+    """
+    y, rstd = _rmsnorm((x, weight), (axis, eps))
+    return (y, rstd) if return_rstd else y
+
+
+@overload
+def rmsnorm_backward(
+    dy: NDArray[ScalarT], x: NDArray[ScalarT], rstd: NDArray[Any], weight: NDArray[Any] | None = ..., *, axis: int = ...
+) -> tuple[NDArray[ScalarT], NDArray[ScalarT]]: ...
+@overload
+def rmsnorm_backward(
+    dy: DataT, x: DataT, rstd: DataT, weight: DataT | None = ..., *, axis: int = ...
+) -> tuple[DataT, DataT]: ...
+def rmsnorm_backward(dy: Any, x: Any, rstd: Any, weight: Any = None, *, axis: int = -1) -> Any:
+    """The gradients of rmsnorm for x and for its weight: `(dx, dweight)`.
+
+    dy: the gradient of y. x, weight: as rmsnorm got them. rstd: as it returned it. With `g = dy * weight` and
+    `v = x * rstd`: `dx_j = rstd * (g_j - v_j * mean(g * v))`. dweight is the sum of `dy * v` over all rows, which is
+    exact but for the rounding of its terms and of the result: the order of the rows leaves no trace.
+
+    Raises InvalidProblemError for shapes or dtypes that do not match and a wrong axis.
+    """
+    return _backward((dy, x, rstd, weight), (axis,), ("dweight",))

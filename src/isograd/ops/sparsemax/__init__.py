@@ -1,0 +1,1 @@
+"""sparsemax: the point of the probability simplex nearest to a row."""

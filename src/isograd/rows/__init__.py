@@ -1,0 +1,1 @@
+"""Skeletons of kernels on the rows of an axis, which families are written with."""

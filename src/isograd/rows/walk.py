@@ -1,0 +1,70 @@
+"""How CPU kernels walk through rows: the axis apart, the other dimensions merged where memory allows."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isograd import parallel
+from isograd.layout import plan_walk
+from isograd.numerics.storage import address, compute_dtype, kernel_type
+
+Shape = tuple[int, ...]
+
+
+def element_strides(array: Any) -> Shape:
+    """The strides of an array in elements."""
+    return tuple([s // array.itemsize for s in array.strides])
+
+
+def work_zero(dtype: str) -> Any:
+    """The zero of the type that a storage type is computed in, as kernels take it."""
+    return kernel_type(np.dtype(compute_dtype(dtype)))
+
+
+@functools.lru_cache(maxsize=4096)
+def row_walk(shape: Shape, strides: tuple[Shape, ...]) -> tuple[int, tuple[Any, ...]]:
+    """(rows, (shape, strides of every operand)) of the dimensions besides the one that rows lie on."""
+    # A last axis of size 1 is left out of every row, so that the walk is over the given dimensions alone.
+    walk = plan_walk((*shape, 1), tuple((*s, 0) for s in strides), len(shape))
+    return math.prod(shape), (np.array(walk.shape, np.int64), *(np.array(s, np.int64) for s in walk.strides))
+
+
+@functools.lru_cache(maxsize=4096)
+def piece_walk(shape: Shape, strides: tuple[Shape, ...], block: int) -> tuple[int, tuple[Any, ...], int, Shape]:
+    """(pieces, (outer shape, outer strides), elements of a row, its strides) for work on one element at a time.
+
+    The dimensions are merged as far as memory allows; a row of what is left is cut into pieces of a block.
+    """
+    walk = plan_walk((*shape, 1), tuple((*s, 0) for s in strides), len(shape))
+    *outer, n = walk.shape
+    sizes = np.array(outer or [1], np.int64)
+    steps = tuple(np.array(s[:-1] or (0,), np.int64) for s in walk.strides)
+    pieces = math.prod(outer) * -(-n // block)
+    return pieces, (sizes, *steps), n, tuple(s[-1] for s in walk.strides)
+
+
+def for_rows(
+    kernel: Callable[..., None],
+    axis: int,
+    rows: Sequence[NDArray[Any]],
+    *scalars: Any,
+    per_row: Sequence[NDArray[Any]] = (),
+) -> None:
+    """Call a kernel for every row of an axis, on the library's threads.
+
+    It takes a zero of the storage type; the addresses of `per_row`, arrays without the axis, and of `rows`, arrays with
+    it, the one that is written last; the shape that rows are counted over and the strides of each array in it; the
+    length of a row and the strides of `rows` along it; the scalars, and the range of rows.
+    """
+    shape, steps = rows[-1].shape, [element_strides(a) for a in rows]
+    n = shape[axis]
+    outer_steps = [element_strides(a) for a in per_row] + [s[:axis] + s[axis + 1 :] for s in steps]
+    count, outer = row_walk(shape[:axis] + shape[axis + 1 :], tuple(outer_steps))
+    parallel.for_ranges(
+        kernel, count, parallel.grain(count, 4 * n), kernel_type(rows[-1].dtype), *map(address, (*per_row, *rows)),
+        *outer, n, *(s[axis] for s in steps), *scalars,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""What compiles and launches kernels: one file a backend, `BACKEND` in each."""

@@ -1,0 +1,13 @@
+"""The names of operations; written by `python tools/update_names.py`."""
+
+from isograd.ops.rmsnorm.api import (
+    rmsnorm,
+)
+from isograd.ops.sparsemax.api import (
+    sparsemax,
+)
+
+__all__ = [
+    "rmsnorm",
+    "sparsemax",
+]

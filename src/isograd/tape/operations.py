@@ -1,0 +1,52 @@
+"""Operations on the tape: their rules follow from the declarations."""
+
+from typing import Any
+
+from isograd.core import call
+from isograd.core.operation import Operation
+from isograd.ops import OPERATIONS
+from isograd.tape.rules import Array, Gradient, Result
+from isograd.tape.variable import Variable, apply
+
+
+def record(op: Operation, inputs: tuple[Any, ...], attributes: tuple[Any, ...]) -> Any:
+    """Compute an operation and record it: its first output is a variable, others are arrays, which get no gradient."""
+    assert op.vjp is not None
+    vjp, upstream = OPERATIONS[op.vjp], f"d{next(iter(op.outputs))}"
+    given = {key: value for key, value in zip(op.inputs, inputs, strict=True) if value is not None}
+    wanted = tuple([f"d{key}" for key, value in given.items() if isinstance(value, Variable)])
+    computed = tuple([key for key, a in vjp.outputs.items() if not a.optional or key in wanted])
+    handed = dict(zip(op.attributes, attributes, strict=True))
+    others: list[Array] = []
+
+    def rule(*values: Array) -> Result:
+        arrays: dict[str, Any] = dict.fromkeys(op.inputs) | dict(zip(given, values, strict=True))
+        results = _several(call.function(op)(tuple(arrays.values()), attributes))
+        others.extend(results[1:])
+        arrays |= zip(op.outputs, results, strict=True)
+        saved = {key: arrays[key] for key in vjp.inputs if key != upstream}
+        latest: list[tuple[Array, dict[str, Array]]] = []
+
+        def gradient(name: str) -> Gradient:
+            def of(g: Array) -> Array:
+                if not latest or latest[0][0] is not g:  # all are computed together when the first one is due
+                    among = saved | {upstream: g}
+                    settings = tuple([handed[key] for key in vjp.attributes])
+                    found = call.function(vjp)(tuple([among[key] for key in vjp.inputs]), settings, wanted)
+                    latest[:] = [(g, dict(zip(computed, _several(found), strict=True)))]
+                return latest[0][1][f"d{name}"]
+
+            return of
+
+        return results[0], tuple([gradient(name) for name in given])
+
+    rule.__name__ = op.name
+    value = apply(rule, *given.values())
+    return (value, *others) if others else value
+
+
+def _several(results: Any) -> tuple[Any, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
+call.front_ends[Variable] = record

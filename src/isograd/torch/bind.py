@@ -1,0 +1,376 @@
+"""Torch operators from declarations: schema, implementation, fake, autograd, vmap, autocast, sharding.
+
+    bind.operator(SPARSEMAX_BACKWARD)
+    _sparsemax = bind.function(bind.operator(SPARSEMAX))
+
+In torch's spelling `x` is `input` and `axis` is `dim`. An operator takes the inputs, the attributes, and for each
+optional output whether it is asked for; what is not asked for comes as an empty tensor. The gradient of an operation is
+its vjp; what does not follow from the declaration is an argument of `operator`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isograd import faults
+from isograd.core.operands import AlongAxis, Array, Like
+from isograd.core.operation import Operation
+from isograd.errors import InvalidProblemError, IsogradError, UnsupportedError
+from isograd.memory import with_huge_pages
+from isograd.plan import real_number
+from isograd.torch import define, sharding
+from isograd.torch.indexing import enter
+from isograd.torch.tensors import (
+    DTYPES,
+    NAMES,
+    empty,
+    integer,
+    launch,
+    normalized_dim,
+    require_dense,
+    require_device,
+    require_storage,
+    usable,
+    wide,
+    work_dtype,
+)
+
+_DTYPES = {name: dtype for dtype, name in NAMES.items()}
+_SPELLED = {"x": "input", "axis": "dim"}
+Values = tuple[Any, ...]
+Named = Mapping[str, Any]
+_bound: dict[str, "Bound"] = {}
+
+
+class Bound:
+    """The operator of an operation, and what is said of its arguments: inputs, then settings."""
+
+    call: define.Operator
+
+    def __init__(self, op: Operation) -> None:
+        self.op = op
+        self.flags = tuple([key for key, a in op.outputs.items() if a.optional])
+        self.names = tuple([_SPELLED.get(key, key) for key in (*op.inputs, *op.attributes, *self.flags)])
+        settings = [*[a.default for a in op.attributes.values()], *[False] * len(self.flags)]
+        self._defaults = (*[None] * len(op.inputs), *settings)
+        self._inputs, self._problem = len(op.inputs), list(op.inputs).index(op.problem)
+        self._axis = list(op.attributes).index("axis")
+        self._kinds = tuple(zip(self.names, op.inputs.values(), strict=False))
+        self._optional = tuple([i for i, a in enumerate(op.inputs.values()) if a.optional])
+
+    def schema(self) -> str:
+        """The operator's schema."""
+        op, names = self.op, iter(self.names)
+        arguments = [
+            f"Tensor? {next(names)}=None" if a.optional else f"Tensor {next(names)}" for a in op.inputs.values()
+        ]
+        arguments += [f"{a.kind} {next(names)}={a.default}" for a in op.attributes.values()]
+        arguments += [f"bool {name}=False" for name in names]
+        returns = ", ".join(["Tensor"] * len(op.outputs))
+        return f"{op.name}({', '.join(arguments)}) -> {f'({returns})' if len(op.outputs) > 1 else returns}"
+
+    def split(self, args: Values, named: Named | None = None) -> tuple[Values, Values]:
+        """(inputs, settings) of a call, with what was left out or came by name."""
+        if len(args) < len(self.names):
+            args = (*args, *self._defaults[len(args) :])
+        if named:
+            args = tuple([named.get(name, value) for name, value in zip(self.names, args, strict=True)])
+        return args[: self._inputs], args[self._inputs : len(self.names)]
+
+    def asked(self, settings: Values) -> list[tuple[str, Array, bool]]:
+        """(name, array, whether it is computed) of every output."""
+        flags = dict(zip(self.flags, settings[len(self.op.attributes) :], strict=True))
+        return [(key, a, flags.get(key, True)) for key, a in self.op.outputs.items()]
+
+    def by_rows(self, settings: Values) -> bool:
+        """Whether no output is a sum over the rows."""
+        return not self.op.sums_rows(dict(zip(self.flags, settings[len(self.op.attributes) :], strict=True)))
+
+    def place(self, inputs: Values, settings: Values) -> tuple[Any, int]:
+        """(the input that has the problem's shape, the axis counted from the front)."""
+        like = inputs[self._problem]
+        return like, normalized_dim(self.op.name, settings[self._axis], like.shape)
+
+    def moved(self, settings: Values, axis: int) -> Values:
+        """The settings for another axis."""
+        return (*settings[: self._axis], axis, *settings[self._axis + 1 :])
+
+    def fields(self, inputs: Values, settings: Values) -> Values:
+        """The fields of the descriptor behind shape and dtype."""
+        if not self._optional:
+            return settings
+        count, given = len(self.op.attributes), [inputs[i] is not None for i in self._optional]
+        return (*settings[:count], *given, *settings[count:])
+
+    def check(self, inputs: Values, settings: Values) -> int:
+        """The axis, for tensors that go together, perhaps fake ones; else an error."""
+        name, like, of = self.op.name, inputs[self._problem], self.names[self._problem]
+        if len(inputs) > 1:
+            require_device(name, **dict(zip(self.names, inputs, strict=False)))
+            for (key, array), tensor in zip(self._kinds, inputs, strict=True):
+                if tensor is None or tensor is like:
+                    continue
+                if tensor.dtype is not (dtype := work_dtype(like.dtype) if array.compute else like.dtype):
+                    raise InvalidProblemError(
+                        f"{name}: {key} has dtype {tensor.dtype} and {of} {like.dtype}; expected "
+                        f"{dtype if array.compute else 'the same'}"
+                    )
+                if isinstance(array, Like) and tensor.shape != like.shape:
+                    raise InvalidProblemError(
+                        f"{name}: {key} has shape {tuple(tensor.shape)} and {of} {tuple(like.shape)}; expected the same"
+                    )
+        require_storage(name, like, of)
+        axis = normalized_dim(name, settings[self._axis], like.shape)
+        for (key, array), tensor in zip(self._kinds, inputs, strict=True):
+            if tensor is not None and not isinstance(array, Like):
+                expected = array.shape(tuple(like.shape) or (1,), axis)
+                if tuple(tensor.shape) != expected:
+                    raise InvalidProblemError(f"{name}: {key} has shape {tuple(tensor.shape)}; expected {expected}")
+        return axis
+
+    def results(self, outputs: list[Tensor]) -> Any:
+        """Outputs as the operator returns them."""
+        return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+    # --- implementations ---------------------------------------------------------------------------------------------
+    def fake(self, *args: Any, **named: Any) -> Any:
+        """The outputs without their contents."""
+        inputs, settings = self.split(args, named)
+        axis, like = self.check(inputs, settings), inputs[self._problem]
+        shape = like.shape if like.dim() else (1,)
+        outputs = []
+        for _, a, asked in self.asked(settings):
+            size = (0,) if not asked else like.shape if isinstance(a, Like) else a.shape(shape, axis)
+            outputs.append(empty(size, like, work_dtype(like.dtype) if a.compute else None))
+        return self.results(outputs)
+
+    def run(self, *args: Any, **named: Any) -> Any:
+        """Compute, on any device that a kernel is registered for."""
+        op = self.op
+        inputs, settings = self.split(args, named)
+        like = inputs[self._problem]
+        if not like.dim():
+            return self._run_scalar(inputs, settings)
+        device = like.device
+        try:
+            plan, expected, made = op.planned(
+                device.type, like.shape, NAMES[like.dtype], *self.fields(inputs, settings)
+            )
+        except (IsogradError, KeyError):
+            self.check(inputs, settings)  # which says it in torch's words
+            raise
+        operands: dict[str, Tensor] = {}
+        given = inputs if len(expected) == len(inputs) else [t for t in inputs if t is not None]
+        for (key, shape, dtype), tensor in zip(expected, given, strict=True):
+            if tensor is not like and (
+                tensor.shape != shape or NAMES.get(tensor.dtype) != dtype or tensor.device != device
+            ):
+                self.check(inputs, settings)
+            taken = usable(op.name, key, tensor)
+            operands[key] = taken if shape else taken.view(())
+        for key, shape, dtype in made:
+            operands[key] = with_huge_pages(torch.empty(shape, dtype=_DTYPES[dtype], device=device))
+        launch(plan, **operands)
+        if len(op.outputs) == 1:
+            return operands[key]
+        return tuple([operands[key] if key in operands else like.new_empty(0) for key in op.outputs])
+
+    def _run_scalar(self, inputs: Values, settings: Values) -> Any:
+        """Tensors without dimensions are rows of one element."""
+        self.check(inputs, settings)
+        rows = [t.reshape(1) if isinstance(a, Like) else t for (_, a), t in zip(self._kinds, inputs, strict=True)]
+        found = self.run(*rows, *self.moved(settings, 0))
+        outputs = zip(self.asked(settings), found if isinstance(found, tuple) else (found,), strict=True)
+        shaped = [t.view(()) if isinstance(a, Like) else t for (_, a, _), t in outputs]
+        return self.results(shaped)
+
+    def batch(self, op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        """Over a batch, which is a dimension of rows like the others unless it has a weight for every member."""
+        inputs, settings = self.split(args)
+        dims = [d if isinstance(d, int) else None for d in (*in_dims, *[None] * len(inputs))][: len(inputs)]
+        shared = all(d is None or not isinstance(a, AlongAxis) for (_, a), d in zip(self._kinds, dims, strict=True))
+        if not (shared and self.by_rows(settings)):
+            return define.one_by_one(op, size, in_dims, *args)
+        moved = [
+            t if t is None or isinstance(a, AlongAxis) else define.batched(t, d, size)
+            for (_, a), t, d in zip(self._kinds, inputs, dims, strict=True)
+        ]
+        shape = moved[self._problem].shape[1:]
+        if not shape:
+            moved = [t.unsqueeze(1) if isinstance(a, Like) else t for (_, a), t in zip(self._kinds, moved, strict=True)]
+        axis = normalized_dim(self.op.name, settings[self._axis], shape)
+        found = op(*moved, *self.moved(settings, axis + 1))
+        outputs = []
+        for (_, a, asked), t in zip(self.asked(settings), found if isinstance(found, tuple) else (found,), strict=True):
+            member = t if shape or not isinstance(a, Like) else t.squeeze(1)
+            outputs.append(member if asked else t.new_empty((size, 0)))
+        return self.results(outputs), (0,) * len(outputs) if len(outputs) > 1 else 0
+
+    def cast(self, *args: Any) -> Any:
+        """As `run` under autocast: narrow inputs become float32."""
+        inputs, settings = self.split(args)
+        return self.call(*[t if t is None or t.dtype not in DTYPES else wide(t)[0] for t in inputs], *settings)
+
+    def cuts(self, *args: Any) -> Iterator[tuple[list[int | None], list[int | None]]]:
+        """The axes besides that of the rows, in every output and in every input that is given."""
+        inputs, settings = self.split(args)
+        like, axis = self.place(inputs, settings)
+        if self.by_rows(settings):
+            for d in range(len(like.shape)):
+                if d != axis:
+                    outputs = [a.place(axis, d) if asked else None for _, a, asked in self.asked(settings)]
+                    given = zip(self._kinds, inputs, strict=True)
+                    yield outputs, [a.place(axis, d) for (_, a), tensor in given if tensor is not None]
+
+
+def operator(
+    op: Operation,
+    *,
+    derivative: Callable[..., Named] | None = None,
+    tangent: Callable[..., Any] | None = None,
+    autocast: tuple[str, ...] = (),
+) -> Bound:
+    """Define the operator of an operation, after that of its vjp.
+
+    derivative: (inputs, settings, whether a gradient is needed, gradients of the outputs), all but the settings by
+    name -> gradients of the inputs by name; for an operation without a vjp, which is differentiated a second time.
+    tangent: (saved tensors, settings, tangents of the inputs) -> those of the outputs; where the Jacobian is not
+    symmetric. autocast: the devices under whose autocast narrow inputs become float32.
+    """
+    bound = Bound(op)
+    if op.linear is not None:
+        gradient = _linear(bound, op.linear)
+    elif op.vjp is not None:
+        gradient = _by_vjp(bound, _bound[op.vjp], tangent)
+    else:
+        gradient = _by_function(bound, derivative, tangent)
+    bound.call = define.operator(
+        bound.schema(),
+        run=bound.run,
+        fake=bound.fake,
+        gradient=gradient,
+        batch=bound.batch,
+        autocast=dict.fromkeys(autocast, bound.cast),
+    )
+    sharding.add(op.name, bound.cuts)
+    _bound[op.name] = bound
+    return bound
+
+
+# --- derivatives -----------------------------------------------------------------------------------------------------
+def _linear(bound: Bound, name: str) -> define.Gradient:
+    """Of an operation that is linear in one input, with a symmetric Jacobian, and constant in the others."""
+    place = list(bound.op.inputs).index(name)
+
+    def save(node: Any, args: Values, output: Tensor) -> Values:
+        inputs, node.settings = bound.split(args)
+        return (*inputs[:place], *inputs[place + 1 :])
+
+    def again(node: Any, saved: Values, h: Tensor | None) -> Tensor:
+        inputs = [*saved[:place], torch.zeros_like(saved[0]) if h is None else h, *saved[place:]]
+        result: Tensor = bound.call(*inputs, *node.settings)
+        return result
+
+    return define.Gradient(
+        save,
+        lambda node, saved, h: (*[None] * place, again(node, saved, h)),
+        lambda node, saved, *tangents: again(node, saved, tangents[place]),
+    )
+
+
+def _by_vjp(bound: Bound, vjp: Bound, tangent: Callable[..., Any] | None) -> define.Gradient:
+    op = bound.op
+    arrays, attributes = [*op.inputs, *op.outputs], list(op.attributes)
+    upstream = {f"d{key}": i for i, key in enumerate(op.outputs) if f"d{key}" in vjp.op.inputs}
+    kept = [key for key in vjp.op.inputs if key not in upstream]
+    # For each input of the vjp: its place among the gradients, or behind them among what is saved.
+    order = [upstream[key] if key in upstream else len(op.outputs) + kept.index(key) for key in vjp.op.inputs]
+    saved_places = [arrays.index(key) for key in kept]
+    handed = [attributes.index(key) for key in vjp.op.attributes]
+    flags = [list(op.inputs).index(key.removeprefix("d")) for key in vjp.flags]
+    gradients = [list(vjp.op.outputs).index(f"d{key}") for key in op.inputs]
+    without = [i for i, key in enumerate(op.outputs) if f"d{key}" not in upstream]
+
+    def save(node: Any, args: Values, output: Any) -> Values:
+        inputs, node.settings = bound.split(args)
+        everything = (*inputs, *output) if isinstance(output, tuple) else (*inputs, output)
+        if without:
+            node.mark_non_differentiable(*[output[i] for i in without])
+        return tuple([everything[i] for i in saved_places])
+
+    def pulled(node: Any, saved: Values, grads: Values, asked: list[bool]) -> Any:
+        given = (*grads, *saved)
+        return vjp.call(*[given[i] for i in order], *[node.settings[i] for i in handed], *asked)
+
+    def backward(node: Any, saved: Values, *grads: Tensor | None) -> Values:
+        if all(grads[i] is None for i in upstream.values()):
+            return (None,)
+        needs = node.needs_input_grad
+        found = pulled(node, saved, grads, [needs[i] for i in flags])
+        if isinstance(found, Tensor):
+            return (found,)
+        return tuple([found[place] if needs[i] else None for i, place in enumerate(gradients)])
+
+    def push(node: Any, saved: Values, *tangents: Tensor | None) -> Any:
+        if op.symmetric:  # in its only input, so that the vjp serves
+            return pulled(node, saved, tangents[:1], [])
+        return _pushed(op, tangent, dict(zip(kept, saved, strict=True)), node.settings, tangents)
+
+    return define.Gradient(save, backward, push)
+
+
+def _by_function(
+    bound: Bound, derivative: Callable[..., Named] | None, tangent: Callable[..., Any] | None
+) -> define.Gradient:
+    op = bound.op
+
+    def save(node: Any, args: Values, output: Any) -> Values:
+        inputs, node.settings = bound.split(args)
+        return inputs
+
+    def backward(node: Any, saved: Values, *grads: Tensor | None) -> Values:
+        if derivative is None:
+            raise UnsupportedError(f"{op.name}: its own derivative is not available; differentiate once")
+        needs = dict(zip(op.inputs, node.needs_input_grad, strict=False))
+        inputs = dict(zip(op.inputs, saved, strict=True))
+        found = derivative(inputs, node.settings, needs, dict(zip(op.outputs, grads, strict=True)))
+        return tuple([found.get(key) for key in op.inputs])
+
+    def push(node: Any, saved: Values, *tangents: Tensor | None) -> Any:
+        return _pushed(op, tangent, dict(zip(op.inputs, saved, strict=True)), node.settings, tangents)
+
+    return define.Gradient(save, backward, push)
+
+
+def _pushed(op: Operation, tangent: Callable[..., Any] | None, saved: Named, settings: Values, tangents: Values) -> Any:
+    if tangent is None:
+        raise UnsupportedError(f"{op.name}: there is no forward mode for it; use reverse mode")
+    return tangent(saved, settings, dict(zip(op.inputs, tangents, strict=False)))
+
+
+# --- functions -------------------------------------------------------------------------------------------------------
+_CHECKS: dict[str, Callable[[str, str, Any], Any]] = {"int": integer, "float": real_number}
+
+
+def function(bound: Bound, called: str | None = None) -> Callable[..., Any]:
+    """The function (inputs, attributes) -> outputs, which looks at what users bring; `called`: by another name."""
+    name, call, count = called or bound.op.name, bound.call, len(bound.op.inputs)
+    arguments = bound.names[:count]
+    checks = [(_CHECKS[a.kind], key) for key, a in zip(bound.names[count:], bound.op.attributes.values(), strict=False)]
+
+    def run(inputs: Values, attributes: Values) -> Any:
+        enter(name)
+        for argument, tensor in zip(arguments, inputs, strict=True):
+            if tensor is not None:
+                require_dense(name, tensor, argument)
+        values = [check(name, key, value) for (check, key), value in zip(checks, attributes, strict=True)]
+        try:
+            return call(*inputs, *values)
+        except IsogradError as error:
+            if called is None:
+                raise
+            raise faults.named(called).renamed(error) from None
+
+    return run

@@ -1,0 +1,92 @@
+"""The Triton kernels of `isograd.ops`: the reference's bits in Triton's interpreter, and code for GPUs not there."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("triton", reason="needs triton")
+
+import triton_targets  # noqa: E402
+import triton_variants  # noqa: E402
+from choices import alongside, quick_first  # noqa: E402
+from operations import descriptor, launch_of, options, settings_of  # noqa: E402
+from triton_targets import TARGETS, resources  # noqa: E402
+
+from isograd.ops import OPERATIONS  # noqa: E402
+from isograd.rows import triton_launch as rows  # noqa: E402
+
+SCRIPT = Path(__file__).parent / "interpreted_operations.py"
+QUICK = [name for name, op in OPERATIONS.items() if op.vjp]
+
+
+@pytest.mark.parametrize("exhaustive", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["few", "all"])
+@pytest.mark.parametrize("name", quick_first(OPERATIONS, QUICK))
+def test_interpreter_returns_the_bits_of_the_reference(interpret: Any, name: str, exhaustive: bool) -> None:
+    found, which = interpret(SCRIPT, *alongside(name, OPERATIONS, QUICK), exhaustive=exhaustive)
+    assert name in found, which
+    cases, wrong = found[name]
+    assert cases >= (32 if exhaustive else 8)
+    assert wrong == 0, which
+
+
+# dtype, rows, columns: rows that a tile holds, rows of doubles, rows in passes
+PROBLEMS = {"rows": ("bfloat16", 64, 1024), "doubles": ("float64", 64, 250), "long rows": ("float32", 8, 100_000)}
+
+
+def call(name: str, problem: str, rows: int | None = None) -> Any:
+    """A function that launches an operation on tensors that nobody reads."""
+    op, (dtype, count, n) = OPERATIONS[name], PROBLEMS[problem]
+    made = descriptor(op, (rows or count, n), dtype, settings_of(op, 1), options(op, 0))
+    arrays = {o.name: torch.zeros(o.shape, dtype=getattr(torch, o.dtype)) for o in made.operands()}
+    return lambda: launch_of(name)(made, **arrays)
+
+
+def module_of(name: str) -> Any:
+    """Where an operation's kernels are launched."""
+    return sys.modules[launch_of(name).__module__]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_hopper(name: str, problem: str) -> None:
+    check_compiled(name, problem, "sm_90")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_amd(name: str) -> None:
+    check_compiled(name, "rows", "gfx942")
+
+
+def check_compiled(name: str, problem: str, target: str) -> None:
+    launch = call(name, problem)
+    found = triton_targets.kernels_of(target, launch, rows, module_of(name))
+    assert found
+    for kernel_name, compiled in found.items():
+        need = resources(compiled)
+        # A few words of the stack are what the compiler's scheduling costs.
+        assert need["stack"] <= 64, kernel_name
+        assert need["registers"] <= 255, kernel_name
+        assert need["shared"] <= 64 * 1024, kernel_name
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("target", sorted(TARGETS.keys() - {"sm_90", "gfx942"}))
+def test_compiles_elsewhere(name: str, target: str) -> None:
+    launch = call(name, "rows")
+    assert triton_targets.kernels_of(target, launch, rows, module_of(name))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_numbers_of_rows_compile_few_kernels(name: str) -> None:
+    with triton_variants.watched() as variants:
+        for n in (1, 2, 3, 7, 16, 17, 32, 33, 100, 256, 1000, 1024, 3000, 4096):
+            call(name, "rows", n)()
+    assert variants
+    # Two a kernel: one row, and more.
+    assert max(map(len, variants.values())) <= 2, {k: triton_variants.differing(v) for k, v in variants.items()}
