@@ -328,3 +328,13 @@ def test_a_kernel_that_does_not_describe_itself(register, attributes):
     register(kernel)
     with pytest.raises(ig.InvalidProblemError, match=r"kernel constant returns .*; expected a KernelSku"):
         ig.SoftmaxPlan.select(DESCRIPTOR)
+
+
+def test_a_block_that_comes_again_finds_its_plans():
+    before = registry.generation()
+    seen = []
+    for _ in range(2):
+        with ig.prefer("numba"):
+            seen.append(registry.generation())
+        assert registry.generation() == before
+    assert seen[0] == seen[1] != before

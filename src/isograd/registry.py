@@ -62,8 +62,20 @@ _entries: dict[tuple[str, str, str, str], tuple[int, Entry]] = {}
 _numbers = itertools.count()
 # Held over no call: a signal handler or a finalizer that comes here too would wait for its own thread.
 _lock = threading.Lock()
+_states = itertools.count(1)
 _generation = 0
 _preferred: tuple[str, ...] = ()
+# The numbers of what has been preferred since a kernel was registered last: a block of `prefer` that comes again finds
+# the plans that it had.
+_generations: dict[tuple[str, ...], int] = {(): 0}
+
+
+def _renumber(registered: bool) -> None:
+    """Give the registry's state its number, under the lock."""
+    global _generation
+    if registered:
+        _generations.clear()
+    _generation = _generations.setdefault(_preferred, next(_states))
 
 
 def register_kernel(operation: str, device: str, dtype: str, kernel: Kernel, *, priority: int = 0) -> None:
@@ -96,20 +108,18 @@ def register_kernel(operation: str, device: str, dtype: str, kernel: Kernel, *, 
     if not isinstance(priority, int) or isinstance(priority, bool):
         raise InvalidProblemError(f"register_kernel: priority is {priority!r}; expected an integer")
     entry = Entry(operation, device, dtype, kernel, priority)
-    global _generation
     number = next(_numbers)
     with _lock:
         _entries[operation, device, dtype, kernel.name] = number, entry
-        _generation += 1
+        _renumber(registered=True)
 
 
 def unregister_kernel(operation: str, device: str, dtype: str, name: str) -> None:
     """Take a kernel out again."""
-    global _generation
     try:
         with _lock:
             del _entries[operation, device, dtype, name]
-            _generation += 1
+            _renumber(registered=True)
     except KeyError:
         raise InvalidProblemError(
             f"unregister_kernel: no kernel {name!r} is registered for {operation} on {device} in {dtype}"
@@ -150,15 +160,15 @@ def prefer(*names: str) -> Preference:
 
 def _exchange(names: tuple[str, ...]) -> tuple[str, ...]:
     """Prefer names that were checked; those before."""
-    global _generation, _preferred
+    global _preferred
     with _lock:
         before, _preferred = _preferred, names
-        _generation += before != names
+        _renumber(registered=False)
     return before
 
 
 def generation() -> int:
-    """A number that changes with the registry, for caches of plans."""
+    """A number for the kernels and names that are preferred now, for caches of plans."""
     return _generation
 
 
