@@ -1,6 +1,7 @@
 """`isograd.torch.use()`: an unmodified model on isograd's kernels, and the list of what was replaced."""
 
 import threading
+import warnings
 
 import pytest
 
@@ -197,7 +198,7 @@ def test_sums_in_an_order_of_torch_are_listed():
         "torch.Tensor.matmul": lambda: x @ x.T,
         "torch.einsum": lambda: torch.einsum("ij,kj->ik", x, x),
         "torch.nn.functional.linear": lambda: torch.nn.Linear(4, 2)(x),
-        "torch.nn.functional.rms_norm": lambda: torch.nn.RMSNorm(4)(x),
+        "torch.nn.functional.layer_norm": lambda: torch.nn.LayerNorm(4)(x),
         "torch.Tensor.mean": lambda: x.mean(-1),
         "torch.linalg.vector_norm": lambda: torch.linalg.vector_norm(x),
         "torch.nn.functional.mse_loss": lambda: F.mse_loss(x, base),
@@ -219,6 +220,23 @@ def test_sums_in_an_order_of_torch_are_listed():
         with igt.use() as switch:
             call()
         assert not switch.report().lines, name
+
+
+def test_norms_are_replaced():
+    x, norm = torch.randn(5, 3, 4, requires_grad=True), torch.nn.RMSNorm((3, 4), eps=1e-3)
+    torch.nn.init.normal_(norm.weight)
+    with igt.use() as switch:
+        found = norm(x)
+        other = torch.rms_norm(x, (4,))
+    assert switch.report().replaced == {"torch.nn.functional.rms_norm": 1, "torch.rms_norm": 1}
+    assert torch.equal(found, igt.rms_norm(x, (3, 4), norm.weight, 1e-3))
+    assert torch.equal(other, igt.rms_norm(x, (4,)))
+    given = torch.autograd.grad(found.sum(), (x, norm.weight), retain_graph=True)
+    expected = torch.autograd.grad(norm(x).sum(), (x, norm.weight))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(given, expected, strict=True))
+    with igt.use() as switch, warnings.catch_warnings(action="ignore"):  # torch's, of the mixture
+        F.rms_norm(x.bfloat16(), (4,), torch.ones(4))
+    assert switch.report().not_replaced == {"torch.nn.functional.rms_norm": 1}
 
 
 def test_the_switch_as_a_decorator():

@@ -265,9 +265,9 @@ def use(function: Function | None = None) -> Switch | Function:
     methods, and so `nn.Softmax`, `nn.LogSoftmax`, `softmin`, and attention modules that return weights;
     `scaled_dot_product_attention`, and so `nn.MultiheadAttention` and the layers of `nn.Transformer`; `gather`,
     `take_along_dim`, `scatter_add`, `index_add`, `index_select` and `topk` of `torch` and of tensors (in place too);
-    `embedding`, `cross_entropy` and `kl_div` of `torch.nn.functional`, and so their modules. `gumbel_softmax` keeps
-    torch's generator, whose numbers a seed of isograd's could not continue, and runs its softmax on isograd; a dropout
-    inside attention takes a seed from that generator and drops elsewhere than torch does.
+    `embedding`, `cross_entropy`, `kl_div` and `rms_norm` of `torch.nn.functional`, and so their modules.
+    `gumbel_softmax` keeps torch's generator, whose numbers a seed of isograd's could not continue, and runs its softmax
+    on isograd; a dropout inside attention takes a seed from that generator and drops elsewhere than torch does.
 
     What torch leaves open is defined: among equal elements topk takes the lower index first. Negative indices of
     gather and scatter_add, an error to torch, count from the end; where kl_div's target is 0 its term is 0 for any
@@ -278,7 +278,7 @@ def use(function: Function | None = None) -> Switch | Function:
     that compute a softmax inside one kernel (the backends of attention when called by their own names,
     `F.linear_cross_entropy`), sums of other kinds over repeated indices (`embedding_bag`, `scatter_reduce`, `scatter_`
     with `reduce`, `index_put` with `accumulate`, `bincount` with weights, `w[ids]` where w has a gradient), and what
-    adds up in an order of torch's own: products, convolutions, norms, sums, means and other losses. `flex_attention`
+    adds up in an order of torch's own: products, convolutions, other norms, sums, means and other losses. `flex_attention`
     is not seen, nor are the sums that a gradient of torch's own makes, of a broadcast operand for example.
 
         with isograd.torch.use() as switch:
