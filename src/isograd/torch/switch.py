@@ -278,8 +278,9 @@ def use(function: Function | None = None) -> Switch | Function:
     that compute a softmax inside one kernel (the backends of attention when called by their own names,
     `F.linear_cross_entropy`), sums of other kinds over repeated indices (`embedding_bag`, `scatter_reduce`, `scatter_`
     with `reduce`, `index_put` with `accumulate`, `bincount` with weights, `w[ids]` where w has a gradient), and what
-    adds up in an order of torch's own: products, convolutions, other norms, sums, means and other losses. `flex_attention`
-    is not seen, nor are the sums that a gradient of torch's own makes, of a broadcast operand for example.
+    adds up in an order of torch's own: products, convolutions, other norms, sums, means and other losses.
+    `flex_attention` is not seen, nor are the sums that a gradient of torch's own makes, of a broadcast operand for
+    example.
 
         with isograd.torch.use() as switch:
             model(batch)
