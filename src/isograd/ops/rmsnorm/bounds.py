@@ -28,7 +28,8 @@ def rmsnorm(
         # Roundings of a square, the sum, its count, the quotient and eps count half in the root.
         relative = 3.5 * u + n * 2.0 ** -(bits + 2) + eta * np.where(np.isfinite(r), r * r, 0)
         squares = np.square(x.astype(_WIDE)).sum(axis=axis)
-        past = np.isfinite(squares) & ((squares > largest) | (r > largest))
+        # Squares that underflow may leave nothing of their mean.
+        past = np.isfinite(squares) & ((squares > largest) | (r > largest) | (eta * r * r > 0.25))
         of_rstd = np.where(past, np.inf, (relative + u) * r + eta)
         scale = 1 if weight is None else np.abs(reference.along(weight, x.ndim, axis))
         bound = np.abs(y) * (np.expand_dims(relative, axis) + 3.5 * u) + 3 * eta * (1 + scale)
@@ -58,7 +59,8 @@ def rmsnorm_backward(
         terms = g * scaled
         total = terms.sum(axis=axis, keepdims=True) / n
         quantum = np.expand_dims(sum_error(terms, work, axis), axis) / n
-        small = 4 * eta * (1 + scaled) * (2 + w)
+        # What a subnormal g or v = x r is off by is multiplied by the other, in the mean too, and that by v.
+        small = 4 * eta * ((1 + scaled) * (2 + w) + total + scaled * (g + scaled).mean(axis=axis, keepdims=True))
         bound = r * (6 * u * (g + scaled * total) + scaled * quantum + small) + 2 * eta + ulp(dx, dtype) / 2
         middle = np.maximum(np.maximum(g, scaled), np.maximum(scaled * total, terms.sum(axis=axis, keepdims=True)))
         bound = np.where(
