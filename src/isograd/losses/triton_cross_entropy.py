@@ -14,19 +14,10 @@ import triton.language as tl
 
 from isograd.numerics import triton_memory as memory
 from isograd.numerics import triton_ops as ops
-from isograd.numerics import triton_sum as sums
+from isograd.rows import triton_tiles as tiles
 from isograd.softmax import triton_rows as rows
 
 HARD, SMOOTH, PROBABILITIES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-
-
-@triton.jit
-def _place(inner, ROWS: tl.constexpr):
-    """(rows on the inner axis, index over the outer axes) of this program."""
-    pid = tl.program_id(0).to(tl.int64)
-    blocks = tl.cdiv(inner, ROWS)
-    outer = pid // blocks
-    return (pid - outer * blocks) * ROWS + tl.arange(0, ROWS), outer
 
 
 @triton.jit
@@ -38,12 +29,6 @@ def _columns(BLOCK: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def _broad(v):
-    """A value a row as a tile."""
-    return v[None, :, None, None]
-
-
-@triton.jit
 def _pointers(base, row, column, inner_stride, axis_stride, INNER: tl.constexpr, VEC: tl.constexpr):
     """Pointers of a tile; the stride of the axis that is not contiguous is a multiple of VEC."""
     if VEC > 1:
@@ -51,7 +36,7 @@ def _pointers(base, row, column, inner_stride, axis_stride, INNER: tl.constexpr,
             inner_stride = tl.multiple_of(inner_stride, VEC)
         else:
             axis_stride = tl.multiple_of(axis_stride, VEC)
-    return base + (_broad(row) * inner_stride + column.to(tl.int64) * axis_stride)
+    return base + (tiles.broad(row) * inner_stride + column.to(tl.int64) * axis_stride)
 
 
 @triton.jit
@@ -81,28 +66,6 @@ def _distribution(
     else:
         y = _load(y_ptr, row, column, y_inner, y_axis, mask, 0.0, INNER, 1, NATIVE)
         return (y * keep + spread) * w
-
-
-@triton.jit
-def _extreme(most, least, p):
-    most = tl.maximum(most, p, propagate_nan=tl.PropagateNan.ALL)
-    return most, tl.minimum(least, p, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _term_scale(most, least):
-    """What integer terms need to know of the largest one, and what the sum is if a term is not finite."""
-    most, least = rows.thread_extremes(most, least)
-    most, least = rows.row_extremes(most, least)
-    key, special = rows.largest_terms(most, least)
-    exponent, scale, magic, low_scale = sums.term_scale(key)
-    return key, special, exponent, scale, magic, low_scale
-
-
-@triton.jit
-def _limbs(p, scale, magic, low_scale):
-    high, low = sums.split_term_bits(p, _broad(scale), _broad(magic), _broad(low_scale))
-    return rows.limb_sums(high, low, magic[None, :], 1)
 
 
 @triton.jit
@@ -137,20 +100,20 @@ def _gradient(
     MODE: tl.constexpr, short: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a tile; what a row has one of comes as [ROWS], q as a tile."""
-    e, _ = rows.exponential(x, _broad(base), _broad(floor), _broad(bias), short)
-    every = _broad(tl.full(m.shape, 1, tl.int32))
+    e, _ = rows.exponential(x, tiles.broad(base), tiles.broad(floor), tiles.broad(bias), short)
+    every = tiles.broad(tl.full(m.shape, 1, tl.int32))
     # Rows that are not valid have NaN for their largest quotient.
-    found = rows.find_largest(x, _broad(m), every, _broad(largest == largest), short, NATIVE)
-    p = rows.softmax_output(e, found, _broad(r), _broad(r_low), _broad(largest), short, NATIVE)
-    hit = column == _broad(target)
+    found = rows.find_largest(x, tiles.broad(m), every, tiles.broad(largest == largest), short, NATIVE)
+    p = rows.softmax_output(e, found, tiles.broad(r), tiles.broad(r_low), tiles.broad(largest), short, NATIVE)
+    hit = column == tiles.broad(target)
     if MODE == HARD:
-        at = tl.fma(_broad(factor), p, _broad(ops.negate(g * own)))
-        dx = tl.where(hit, at, _broad(factor) * p)
+        at = tl.fma(tiles.broad(factor), p, tiles.broad(ops.negate(g * own)))
+        dx = tl.where(hit, at, tiles.broad(factor) * p)
     else:
         if MODE == SMOOTH:
-            q = tl.where(hit, _broad(keep * own + spread * own), spread * q)
-        dx = tl.fma(_broad(factor), p, ops.negate(_broad(g) * q))
-    return tl.where(_broad(kept), dx, 0.0)
+            q = tl.where(hit, tiles.broad(keep * own + spread * own), spread * q)
+        dx = tl.fma(tiles.broad(factor), p, ops.negate(tiles.broad(g) * q))
+    return tl.where(tiles.broad(kept), dx, 0.0)
 
 
 @triton.jit
@@ -216,12 +179,12 @@ def forward(
     work: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
     wide: tl.constexpr = LONG or not short
     keep, spread = tl.load(numbers_ptr), tl.load(numbers_ptr + 1)
-    row, outer = _place(inner, ROWS)
+    row, outer = tiles.place(inner, ROWS)
     inside = row < inner
     column = _columns(BLOCK, GROUP, V)
     x_ptr += memory.outer_offset(outer, outer_shape, x_outer)
     y_ptr += memory.outer_offset(outer, outer_shape, y_outer)
-    first = _broad(inside) & (column < n)
+    first = tiles.broad(inside) & (column < n)
     held = first
     stop = n
     if HELD:
@@ -243,7 +206,7 @@ def forward(
     for start in range(0, stop, BLOCK):
         x = held
         if not HELD:
-            mask = _broad(inside) & (column + start < n)
+            mask = tiles.broad(inside) & (column + start < n)
             x = _load(x_ptr, row, column + start, x_inner, x_axis, mask, float("-inf"), INNER, VEC, NATIVE)
         best = tl.maximum(best, x, propagate_nan=tl.PropagateNan.ALL)
     m = ops.from_key(tl.max(ops.max_key(rows.thread_maximum(best)), axis=0))
@@ -255,9 +218,9 @@ def forward(
     for start in range(0, stop, BLOCK):
         x = held
         if not HELD:
-            mask = _broad(inside) & (column + start < n)
+            mask = tiles.broad(inside) & (column + start < n)
             x = _load(x_ptr, row, column + start, x_inner, x_axis, mask, float("-inf"), INNER, VEC, NATIVE)
-        e, error = rows.exponential(x, _broad(base), _broad(floor), _broad(bias), short)
+        e, error = rows.exponential(x, tiles.broad(base), tiles.broad(floor), tiles.broad(bias), short)
         high, low = rows.exponential_terms(e, error, short, LONG, NATIVE)
         high, low = rows.exponential_sums(high, low, short, LONG)
         high_sum += high
@@ -285,7 +248,7 @@ def forward(
         q_most = tl.zeros((BLOCK // GROUP, ROWS, GROUP // V, V), work)
         q_least = tl.zeros((BLOCK // GROUP, ROWS, GROUP // V, V), work)
         for start in range(0, stop, BLOCK):
-            mask = _broad(inside) & (column + start < n)
+            mask = tiles.broad(inside) & (column + start < n)
             x = held
             if not HELD:
                 x = _load(x_ptr, row, column + start, x_inner, x_axis, mask, float("-inf"), INNER, VEC, NATIVE)
@@ -293,18 +256,18 @@ def forward(
                 y_ptr, weight_ptr, row, column + start, mask, n, y_inner, y_axis, keep, spread, MODE, WEIGHTED, INNER,
                 NATIVE, work,
             )  # fmt: skip
-            p = q * rows.log_softmax_output(x, _broad(top), _broad(middle), _broad(bottom), short)
-            most, least = _extreme(most, least, tl.where(mask, p, 0.0))
+            p = q * rows.log_softmax_output(x, tiles.broad(top), tiles.broad(middle), tiles.broad(bottom), short)
+            most, least = tiles.extremes(most, least, tl.where(mask, p, 0.0))
             if MODE == PROBABILITIES:
-                q_most, q_least = _extreme(q_most, q_least, tl.where(mask, q, 0.0))
-        key, special, exponent, scale, magic, low_scale = _term_scale(most, least)
-        q_key, q_special, q_exponent, q_scale, q_magic, q_low_scale = _term_scale(q_most, q_least)
+                q_most, q_least = tiles.extremes(q_most, q_least, tl.where(mask, q, 0.0))
+        key, special, exponent, scale, magic, low_scale = tiles.term_scale(most, least)
+        q_key, q_special, q_exponent, q_scale, q_magic, q_low_scale = tiles.term_scale(q_most, q_least)
         high_sum = tl.zeros((BLOCK // GROUP, ROWS), tl.int64)
         low_sum = tl.zeros((BLOCK // GROUP, ROWS), tl.int64)
         q_high_sum = tl.zeros((BLOCK // GROUP, ROWS), tl.int64)
         q_low_sum = tl.zeros((BLOCK // GROUP, ROWS), tl.int64)
         for start in range(0, stop, BLOCK):
-            mask = _broad(inside) & (column + start < n)
+            mask = tiles.broad(inside) & (column + start < n)
             x = held
             if not HELD:
                 x = _load(x_ptr, row, column + start, x_inner, x_axis, mask, float("-inf"), INNER, VEC, NATIVE)
@@ -312,12 +275,12 @@ def forward(
                 y_ptr, weight_ptr, row, column + start, mask, n, y_inner, y_axis, keep, spread, MODE, WEIGHTED, INNER,
                 NATIVE, work,
             )  # fmt: skip
-            p = q * rows.log_softmax_output(x, _broad(top), _broad(middle), _broad(bottom), short)
-            high, low = _limbs(tl.where(mask, p, 0.0), scale, magic, low_scale)
+            p = q * rows.log_softmax_output(x, tiles.broad(top), tiles.broad(middle), tiles.broad(bottom), short)
+            high, low = tiles.limbs(tl.where(mask, p, 0.0), scale, magic, low_scale)
             high_sum += high
             low_sum += low
             if MODE == PROBABILITIES:
-                high, low = _limbs(tl.where(mask, q, 0.0), q_scale, q_magic, q_low_scale)
+                high, low = tiles.limbs(tl.where(mask, q, 0.0), q_scale, q_magic, q_low_scale)
                 q_high_sum += high
                 q_low_sum += low
         hi, lo = rows.wide_sum(high_sum, low_sum, work)
@@ -355,7 +318,7 @@ def forward(
         factor = g * total
         dx_ptr += memory.outer_offset(outer, outer_shape, dx_outer)
         for start in range(0, stop, BLOCK):
-            mask = _broad(inside) & (column + start < n)
+            mask = tiles.broad(inside) & (column + start < n)
             x = held
             if not HELD:
                 x = _load(x_ptr, row, column + start, x_inner, x_axis, mask, float("-inf"), INNER, VEC, NATIVE)
@@ -428,7 +391,7 @@ def backward(
     short: tl.constexpr = dtype.primitive_bitwidth == 16
     work: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
     keep, spread = tl.load(numbers_ptr), tl.load(numbers_ptr + 1)
-    row, outer = _place(inner, ROWS)
+    row, outer = tiles.place(inner, ROWS)
     inside = row < inner
     column = _columns(BLOCK, GROUP, V)
     x_ptr += memory.outer_offset(outer, outer_shape, x_outer)
@@ -462,11 +425,11 @@ def backward(
     base, floor, bias = rows.row_shift(m, short)
     largest = rows.largest_output(m, base, floor, bias, r, r_low, valid, short)
     for start in range(0, n, BLOCK):
-        mask = _broad(inside) & (column + start < n)
+        mask = tiles.broad(inside) & (column + start < n)
         x = _load(x_ptr, row, column + start, x_inner, x_axis, mask, float("-inf"), INNER, VEC, NATIVE)
         if PART:
             # A logit that was computed a second time may exceed its row's maximum by its own error.
-            x = tl.minimum(x, _broad(m), propagate_nan=tl.PropagateNan.ALL)
+            x = tl.minimum(x, tiles.broad(m), propagate_nan=tl.PropagateNan.ALL)
         q = x
         if MODE != HARD:
             q = _distribution(
