@@ -24,6 +24,7 @@ from operations import FLAVOURS, NUMPY, descriptor, expected, inputs, launch_of,
 from isograd.ops import OPERATIONS
 from isograd.rows.triton_launch import Tile
 
+EMPTY = ((0, 4), (3, 0))
 INTEGER = {2: np.int16, 4: np.int32, 8: np.int64}
 # Whole rows, rows that no power of two divides, other axes, and rows longer than a tile.
 SHAPES: tuple[tuple[tuple[int, ...], int, Tile | None], ...] = (
@@ -53,9 +54,12 @@ def bits(t: Any) -> Any:
 def compared(name: str) -> Iterator[tuple[str, bool]]:
     op = OPERATIONS[name]
     launch = launch_of(name)
-    for (seed, dtype), (i, (shape, axis, size)) in few(4, list(enumerate(NUMPY)), list(enumerate(SHAPES))):
-        rng = np.random.default_rng((seed, i))
-        flavour, settings, given = FLAVOURS[(i + seed) % 5], settings_of(op, axis), options(op, i + seed)
+    chosen = few(4, list(enumerate(NUMPY)), list(enumerate(SHAPES)))
+    cases = [(dtype, *shape, (seed, i), i + seed) for (seed, dtype), (i, shape) in chosen]
+    cases += [("float32", shape, 1, None, (0, i), i) for shape in EMPTY for i in range(4)]  # each choice of options
+    for dtype, shape, axis, size, seed, i in cases:
+        rng = np.random.default_rng(seed)
+        flavour, settings, given = FLAVOURS[i % 5], settings_of(op, axis), options(op, i)
         made = inputs(op, rng, flavour, shape, dtype, settings, given)
         problem = descriptor(op, shape, dtype, settings, given)
         # Into memory that held something else.

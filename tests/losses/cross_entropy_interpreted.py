@@ -187,6 +187,7 @@ def parts() -> Iterator[Case]:
 # (rows, features, classes, pieces): slabs that are computed again, and those where dweight can keep nothing
 LINEAR = {
     (5, 4, 9, Pieces(5, 9)): (0, 0),
+    (5, 4, 9, Pieces(2, 9)): (1, 1),  # a chunk of rows beside all classes: few classes are one slab for any chunk
     (5, 4, 40, Pieces(2, 16)): (2, 3),  # one of three slabs is kept beside the chunk
     (3, 9, 40, Pieces(1, 16)): (0, 3),  # all of them; dweight is written from its end
     (6, 3, 40, Pieces(4, 16)): (2, 3),  # one of three; the chunk is longer than dweight

@@ -222,3 +222,13 @@ def test_words_of_64_bits_reach_a_graph_whose_symbols_have_63(name):
     for value in (-1, 2**64):
         with pytest.raises(ig.InvalidProblemError, match=message.format(value)):
             broken(tensor, value)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["gumbel_softmax seed", "attention seed"])
+def test_inductor_computes_the_words_of_a_symbol(name):
+    function, tensor, _ = CALLS[name]
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, dynamic=True)
+    for value in (5, 4, 2**62 + 3):
+        assert torch.equal(compiled(tensor, value), function(tensor, value))

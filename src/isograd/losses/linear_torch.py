@@ -141,7 +141,7 @@ class _Problem:
         """The gradients of the logits, slab by slab; dweight of a slab may be written before the next is asked for."""
         rows, features = self._descriptor.rows, self._descriptor.features
         slabs = self._slab_parts()
-        if len(slabs) == 1:
+        if self._size.rows >= rows:  # the one chunk still holds them all
             yield slabs[0], self._logits[:rows]
             return
         place = self._hidden.new_empty(rows * self._size.classes)

@@ -79,7 +79,11 @@ def _seed(name: str, dropout_p: float, seed: int | None, device: torch.device) -
         return None
     if seed is not None:
         word = checked_integer(name, "seed", seed, 64)
-        return torch.tensor(signed(word), device="cpu")
+        if not torch.compiler.is_compiling():
+            return torch.tensor(signed(word), device="cpu")
+        # In halves: inductor computes a symbol's in int64, where the constants that wrap a whole word are too large.
+        high, low = (torch.tensor(half, dtype=torch.int64, device="cpu") for half in (word >> 32, word & 0xFFFFFFFF))
+        return (high << 32) | low
     if device.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             f"{name}: a seed for dropout is drawn while a CUDA graph is captured, which would repeat it at every "

@@ -119,7 +119,8 @@ def rms_norm(
     shape and input's dtype. eps: 2^-23 (2^-52 for float64) where it is None, as in torch.
 
     Bits and bounds as for `isograd.rmsnorm`, those of the weight's gradient for any number and order of rows.
-    Differentiable twice. Under CUDA autocast narrow operands give float32, as with torch's own.
+    Differentiable twice. Under CUDA autocast narrow operands give float32, as with torch's own
+    from 2.13 on.
 
     Raises InvalidProblemError for sizes that are not input's last ones and a weight that does not fit, UnsupportedError
     for another dtype.

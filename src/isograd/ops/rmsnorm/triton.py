@@ -283,6 +283,8 @@ def rmsnorm_backward(
     """Compute dx, which may be dy or x, and dweight where it is asked for."""
     if dweight is not None:  # first: dx may overwrite what it is made of
         _weight_gradient(problem.axis, dy, x, rstd, dweight)
+    if dx.numel() == 0:
+        return
     launch_rows(
         rmsnorm_backward_rows,
         problem.axis,
