@@ -4,7 +4,7 @@ import inspect
 
 import numpy as np
 import pytest
-from conformance.operations import arrays_of, wrong_of
+from conformance.operations import arrays_of, required_of, wrong_of
 
 import isograd as ig
 from isograd.ops import OPERATIONS
@@ -51,14 +51,9 @@ CALLS = [
     *[(name, (X,), {}, REDUCED) for name in ("max", "mean", "min", "sum")],
     *[(name, (X,), {}, ROW) for name in ("softmax", "log_softmax")],
     *[(name, (X,), {}, {"out": (X[:1].copy(), WIDE.copy(), 3)}) for name in ("softmax", "log_softmax")],
-    *[(name, (X, P), {}, BACKWARD) for name in (
-        "softmax_backward", "log_softmax_backward", "gumbel_softmax_backward")],
+    *[(name, (X, P), {}, BACKWARD) for name in ("softmax_backward", "log_softmax_backward")],
     *[(name, (X, P), {}, {"out": (X[:1].copy(), WIDE.copy(), 3)}) for name in (
         "softmax_backward", "log_softmax_backward")],
-    ("gumbel_softmax", (X,), {"seed": 0}, {
-        "logits": (INTEGERS, HIGH, None), "tau": (0.0, "a"), "hard": (2,), "axis": (7,), "seed": (-1, None),
-        "offset": (-1,)}),
-    ("gumbel_softmax_backward", (X, P), {}, {"tau": (0.0, "a")}),
     ("attention", (Q, Q, Q), {}, ATTENTION | {"out": (Q[:, :, :1].copy(), 3)}),
     ("attention", (Q, Q, Q), {"dropout_p": 0.5, "seed": 1}, {"seed": (-1, None)}),
     ("attention_backward", (Q, Q, Q, Q, Q, LSE), {}, ATTENTION | {
@@ -126,7 +121,7 @@ CALLS = [
         "dloss": (X, None), "experts": (INDEX + 2, X), "shape": ((3, -1), 4), "dtype": ("int8", 3)}),
     ("router_z_loss", (X,), {}, {"logits": (INTEGERS, HIGH, None)}),
     ("router_z_loss_backward", (ONE, X), {}, {"dloss": (X, None), "logits": (INTEGERS, None)}),
-    *[(name, arrays_of(op), {}, wrong_of(op)) for name, op in OPERATIONS.items()],
+    *[(name, arrays_of(op), required_of(op), wrong_of(op)) for name, op in OPERATIONS.items()],
 ]  # fmt: skip
 WITHOUT_ARRAYS = {
     "check", "get_num_threads", "kernels", "prefer", "register_kernel", "set_num_threads", "unregister_kernel",

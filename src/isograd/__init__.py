@@ -120,16 +120,6 @@ with default_environment():
         LinearCrossEntropyGradientPlan,
         LinearCrossEntropyPlan,
     )
-    from isograd.losses.simplex_api import (
-        gumbel_softmax,
-        gumbel_softmax_backward,
-    )
-    from isograd.losses.simplex_plans import (
-        GumbelSoftmaxBackwardDescriptor,
-        GumbelSoftmaxBackwardPlan,
-        GumbelSoftmaxDescriptor,
-        GumbelSoftmaxPlan,
-    )
     from isograd.parallel import (
         get_num_threads,
         set_num_threads,
@@ -244,10 +234,6 @@ __all__ = [
     "ExpertCountsPlan",
     "ExpertPermutationDescriptor",
     "ExpertPermutationPlan",
-    "GumbelSoftmaxBackwardDescriptor",
-    "GumbelSoftmaxBackwardPlan",
-    "GumbelSoftmaxDescriptor",
-    "GumbelSoftmaxPlan",
     "IndexOutOfRangeError",
     "IndexSelectDescriptor",
     "IndexSelectPlan",
@@ -329,8 +315,6 @@ __all__ = [
     "get_num_threads",
     "greater",
     "greater_equal",
-    "gumbel_softmax",
-    "gumbel_softmax_backward",
     "kernels",
     "kl_div",
     "kl_div_backward",

@@ -1,5 +1,15 @@
 """The names of operations; written by `python tools/update_names.py`."""
 
+from isograd.ops.gumbel_softmax.api import (
+    gumbel_softmax,
+    gumbel_softmax_backward,
+)
+from isograd.ops.gumbel_softmax.operation import (
+    GumbelSoftmaxBackwardDescriptor,
+    GumbelSoftmaxBackwardPlan,
+    GumbelSoftmaxDescriptor,
+    GumbelSoftmaxPlan,
+)
 from isograd.ops.rmsnorm.api import (
     rmsnorm,
     rmsnorm_backward,
@@ -22,6 +32,10 @@ from isograd.ops.sparsemax.operation import (
 )
 
 __all__ = [
+    "GumbelSoftmaxBackwardDescriptor",
+    "GumbelSoftmaxBackwardPlan",
+    "GumbelSoftmaxDescriptor",
+    "GumbelSoftmaxPlan",
     "RmsnormBackwardDescriptor",
     "RmsnormBackwardPlan",
     "RmsnormDescriptor",
@@ -30,6 +44,8 @@ __all__ = [
     "SparsemaxBackwardPlan",
     "SparsemaxDescriptor",
     "SparsemaxPlan",
+    "gumbel_softmax",
+    "gumbel_softmax_backward",
     "rmsnorm",
     "rmsnorm_backward",
     "sparsemax",

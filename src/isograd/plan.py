@@ -238,7 +238,8 @@ class Plan:
         self._outputs = tuple([o for o in operands if o.output])
         self._names = frozenset([o.name for o in operands])
         self.outputs = tuple([o.name for o in self._outputs])
-        self._are_tensors: Callable[[Mapping[str, Any], str], bool] | None = None  # made when a tensor is met
+        # Made when a tensor is met, and shared with the plans of calls.
+        self._are_tensors: list[Callable[[Mapping[str, Any], str], bool]] = []
 
     @classmethod
     def select(cls, descriptor: Any, device: str = "cpu", preference: str | None = None) -> Self:
@@ -256,6 +257,14 @@ class Plan:
         with default_environment():
             checked = descriptor.validated()
         return cls(checked, device, registry.find_kernel(checked, device, preference))
+
+    def of_call(self, descriptor: Descriptor) -> Self:
+        """The plan for a validated descriptor that differs in numbers alone which no kernel is chosen by."""
+        plan = object.__new__(type(self))
+        for name in Plan.__slots__:
+            setattr(plan, name, getattr(self, name))
+        plan.descriptor = descriptor
+        return plan
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.descriptor!r}, device={self.device!r}, kernel={self.kernel.name!r})"
@@ -353,9 +362,9 @@ class Plan:
         """Whether a short look suffices: the arguments are contiguous tensors, as the plan asks."""
         if not arrays.is_tensor(arguments[self.outputs[0]]):
             return False
-        if self._are_tensors is None:
-            self._are_tensors = arrays.tensor_check((*self._inputs, *self._outputs))
-        return self._are_tensors(arguments, self.device)
+        if not self._are_tensors:
+            self._are_tensors.append(arrays.tensor_check((*self._inputs, *self._outputs)))
+        return self._are_tensors[0](arguments, self.device)
 
     def _check_array(self, operand: Operand, array: Any, arguments: Mapping[str, Any]) -> bool:
         """Raise what is wrong with an argument; whether it is a NumPy array and none of a subclass."""

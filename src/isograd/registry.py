@@ -48,7 +48,6 @@ _FAMILIES = (
     "isograd.losses.cross_entropy_plans",
     "isograd.losses.linear_cpu",
     "isograd.losses.divergence_plans",
-    "isograd.losses.simplex_plans",
     "isograd.losses.cross_entropy_cuda",
     "isograd.losses.distributions_cuda",
     "isograd.ops",

@@ -59,7 +59,7 @@ def compared(name: str) -> Iterator[tuple[str, bool]]:
     cases += [("float32", shape, 1, None, (0, i), i) for shape in EMPTY for i in range(4)]  # each choice of options
     for dtype, shape, axis, size, seed, i in cases:
         rng = np.random.default_rng(seed)
-        flavour, settings, given = FLAVOURS[i % 5], settings_of(op, axis), options(op, i)
+        flavour, settings, given = FLAVOURS[i % 5], settings_of(op, axis, i), options(op, i)
         made = inputs(op, rng, flavour, shape, dtype, settings, given)
         problem = descriptor(op, shape, dtype, settings, given)
         # Into memory that held something else.

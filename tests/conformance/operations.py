@@ -1,11 +1,14 @@
 """Problems for every operation of `isograd.ops`, made from its declaration."""
 
 import importlib
+import inspect
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+import isograd as ig
+from isograd.core.attributes import Choice, Flag, Scale, Word, signed
 from isograd.core.operands import AlongAxis, Like, PerRow
 from isograd.core.operation import Operation
 from isograd.numerics.storage import compute_dtype
@@ -59,8 +62,28 @@ def inputs(op: Operation, rng: Any, flavour: str, shape: Any, dtype: str, settin
     return made
 
 
-def settings_of(op: Operation, axis: int) -> dict[str, Any]:
-    return {key: a.default for key, a in op.attributes.items()} | {"axis": axis}
+def _accepted(attribute: Any) -> tuple[Any, ...]:
+    """Values of an attribute, its default first."""
+    if isinstance(attribute, Choice):
+        return attribute.accepted
+    for kind, others in ((Flag, (True,)), (Scale, (0.5, 3.7)), (Word, (8, 2**34 - 3, 2**63 + 5, 2**64 - 9))):
+        if isinstance(attribute, kind):
+            return attribute.default, *others
+    return (attribute.default,)
+
+
+def settings_of(op: Operation, axis: int, i: int = 0) -> dict[str, Any]:
+    """The i-th choice of attributes, the first one their defaults, along an axis."""
+    chosen = {}
+    for step, (key, a) in enumerate(op.attributes.items(), 1):
+        values = _accepted(a)
+        chosen[key] = values[i * step % len(values)]
+    return chosen | {"axis": axis}
+
+
+def spelled(op: Operation, settings: Any) -> list[Any]:
+    """Settings as an operator of torch takes them."""
+    return [signed(v) if isinstance(op.attributes[key], Word) else v for key, v in settings.items()]
 
 
 def expected(op: Operation, made: Any, settings: Any, given: Any) -> tuple[Any, ...]:
@@ -119,5 +142,12 @@ def wrong_of(op: Operation) -> dict[str, tuple[Any, ...]]:
         else:
             wrong[key] = (good[:1], good.astype(np.float64), *([] if array.optional else [None]))
     for key, attribute in op.attributes.items():
-        wrong[key] = (7, 0.5) if attribute.kind == "int" else ("a", -1.0)
+        if key in inspect.signature(getattr(ig, op.name)).parameters:
+            wrong[key] = (7, 0.5) if attribute.kind == "int" else ("a", -1.0)
     return wrong
+
+
+def required_of(op: Operation) -> dict[str, Any]:
+    """The attributes that its function has no defaults of."""
+    given = inspect.signature(getattr(ig, op.name)).parameters
+    return {key: a.default for key, a in op.attributes.items() if key in given and given[key].default is inspect._empty}

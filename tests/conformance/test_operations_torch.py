@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
-from operations import ROOTS, arrays_of, expected, inputs, options, raw, settings_of, wrong_of  # noqa: E402
+from operations import ROOTS, arrays_of, expected, inputs, options, raw, settings_of, spelled, wrong_of  # noqa: E402
 from torch._dynamo.backends.registry import lookup_backend  # noqa: E402
 
 import isograd as ig  # noqa: E402
@@ -23,7 +23,7 @@ def operator(name):
 def problem(name, i=0, shape=(4, 3), dtype="float32"):
     """(inputs by name, settings, flags of the optional outputs) with what is optional."""
     op = OPERATIONS[name]
-    settings, given = settings_of(op, i % len(shape)), options(op, i)
+    settings, given = settings_of(op, i % len(shape), i), options(op, i)
     made = inputs(op, np.random.default_rng(i), "normal", shape, dtype, settings, given)
     return made, settings, given
 
@@ -31,7 +31,7 @@ def problem(name, i=0, shape=(4, 3), dtype="float32"):
 def arguments(name, made, settings, given):
     op = OPERATIONS[name]
     tensors = [None if key not in made else torch.from_numpy(np.array(made[key])) for key in op.inputs]
-    return (*tensors, *settings.values(), *[key in given for key, a in op.outputs.items() if a.optional])
+    return (*tensors, *spelled(op, settings), *[key in given for key, a in op.outputs.items() if a.optional])
 
 
 def several(result):
@@ -210,6 +210,8 @@ def test_shards_of_rows_are_computed_alone(mesh, name):
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     op = OPERATIONS[name]
+    if op.ordered:
+        pytest.skip("what a part is depends on where it is")
     settings, weighted = settings_of(op, 1), options(op, 2)
     made = inputs(op, np.random.default_rng(0), "normal", (4, 6), "float32", settings, weighted)
     whole = arguments(name, made, settings, [])

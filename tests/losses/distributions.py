@@ -5,7 +5,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from isograd.losses import divergence_reference, gumbel_reference
+from isograd.losses import divergence_reference
+from isograd.ops.gumbel_softmax import reference as gumbel_reference
 from isograd.ops.sparsemax import reference as sparsemax_reference
 from isograd.softmax import reference as softmax_reference
 

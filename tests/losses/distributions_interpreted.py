@@ -24,11 +24,9 @@ from interpreter_patches import report
 
 import isograd as ig
 from isograd.losses import divergence_plans as divergence
-from isograd.losses import simplex_plans as simplex
 from isograd.losses import triton_distributions_launch as launch
 from isograd.numerics.storage import compute_dtype
 from isograd.rows.triton_launch import Tile
-from isograd.softmax import reference as softmax
 
 NUMPY = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
 INTEGER = {2: np.int16, 4: np.int32, 8: np.int64}
@@ -172,40 +170,6 @@ def faults() -> Iterator[Case]:
             yield f"{message} != {told}", np.array(message == told, np.float32), np.array(1, np.float32)
 
 
-AXES: tuple[tuple[tuple[int, ...], int, Tile | None], ...] = (
-    ((6, 64), 1, None),
-    ((5, 37), 1, None),
-    ((5, 1), 1, None),
-    ((3, 20, 12), 1, None),
-    ((2, 3, 1, 4, 2, 2), 3, None),
-    ((3, 70), 1, Tile(16, 2, 4, 2, 4)),
-    ((4, 72), 1, Tile(32, 2, 8, 4, 4)),
-    ((3, 20, 12), 1, Tile(16, 4, 2, 1, 4)),
-)
-
-
-def axes(operation: str) -> Iterator[Case]:
-    for (seed, dtype), (i, (shape, axis, size)) in few(4, list(enumerate(NUMPY)), list(enumerate(AXES))):
-        rng = np.random.default_rng((seed, i))
-        flavour = FLAVOURS[(i + seed) % 5]
-        x = values(rng, flavour, shape, NUMPY[dtype])
-        options: dict[str, Any] = {"axis": axis, "tau": (1.0, 0.5, 3.7)[i % 3]}
-        inputs = {"logits": x}
-        if operation == "gumbel_softmax":
-            options |= {
-                "hard": i % 3 == 1,
-                "seed": (7, 2**63 + 5)[i % 2],
-                "offset": (0, 8, 2**34 - 3, 2**64 - 9)[i % 4],
-            }
-        else:
-            y = softmax.softmax(x, axis) if i % 2 else x
-            inputs = {"dy": values(rng, flavour, shape, NUMPY[dtype]), "y": y}
-        name = "".join(part.capitalize() for part in operation.split("_"))
-        descriptor = getattr(simplex, f"{name}Descriptor")(shape, dtype, **options)
-        got = run(launch.simplex, descriptor, inputs, size)
-        yield f"{dtype} {shape} {flavour} {options} {size}", got, expected(operation, *inputs.values(), **options)
-
-
 SUITES: dict[str, Any] = {
     "kl": lambda: kl(False),
     "kl_backward": lambda: kl(True),
@@ -214,8 +178,6 @@ SUITES: dict[str, Any] = {
     "top": lambda: distillation(True, False),
     "top_backward": lambda: distillation(True, True),
     "faults": faults,
-    "gumbel": lambda: axes("gumbel_softmax"),
-    "gumbel_backward": lambda: axes("gumbel_softmax_backward"),
 }
 
 

@@ -11,10 +11,11 @@ import torch.nn.functional as F  # noqa: N812
 
 import isograd as ig
 import isograd.torch as igt
-from isograd.torch import ops_divergence, ops_simplex
+from isograd.torch import ops_divergence
 
 REDUCTIONS = ("mean", "batchmean", "sum", "none")
 KL = "nn.functional.kl_div"
+GUMBEL_BACKWARD = torch.ops.isograd.gumbel_softmax_backward
 
 
 def randn(*shape, dtype=torch.float64, seed=0):
@@ -131,20 +132,6 @@ def test_distillation_is_a_divergence_of_torch():
 
 
 # --- the simplex ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("dtype", samples.DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [0, -1])
-@pytest.mark.parametrize("hard", [False, True])
-def test_bits_of_the_numpy_gumbel_softmax(dtype, dim, hard):
-    logits = randn(3, 5, dtype=dtype).requires_grad_()
-    for seed in (0, (1 << 64) - 3):
-        y = igt.gumbel_softmax(logits, 0.5, hard, dim, seed=seed, offset=7)
-        assert same_bits(y, ig.gumbel_softmax(numpy(logits), 0.5, hard, dim, seed=seed, offset=7))
-        dy = randn(3, 5, dtype=dtype, seed=1)
-        (dx,) = torch.autograd.grad(y, logits, dy)
-        soft = ig.gumbel_softmax(numpy(logits), 0.5, False, dim, seed=seed, offset=7)
-        assert same_bits(dx, ig.gumbel_softmax_backward(numpy(dy), soft, 0.5, dim))
-
-
 def test_the_meaning_of_torchs_gumbel_softmax():
     # torch has no samples for it and draws its own noise: shapes, dtypes, sums and the distribution can be compared.
     logits = torch.tensor([1.0, 0.0, -1.0]).expand(4000, 3)
@@ -158,17 +145,6 @@ def test_the_meaning_of_torchs_gumbel_softmax():
     torch.testing.assert_close(picked, logits[0].softmax(0), atol=0.04, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", samples.DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [0, -1])
-def test_bits_of_the_numpy_sparsemax(dtype, dim):
-    x = randn(3, 5, dtype=dtype).requires_grad_()
-    y = igt.sparsemax(x, dim)
-    assert same_bits(y, ig.sparsemax(numpy(x), dim))
-    dy = randn(3, 5, dtype=dtype, seed=1)
-    y.backward(dy)
-    assert same_bits(x.grad, ig.sparsemax_backward(numpy(dy), numpy(y), dim))
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("dim", [0, 1])
 def test_derivatives_on_the_simplex(dim):
@@ -177,7 +153,7 @@ def test_derivatives_on_the_simplex(dim):
     dy = randn(3, 4, seed=1).requires_grad_()
     for function, inputs in (
         (lambda t: igt.gumbel_softmax(t, 0.7, False, dim, seed=3), (x,)),
-        (lambda g, y: ops_simplex.GUMBEL_SOFTMAX_BACKWARD(g, y, 0.7, dim), (dy, soft.detach().requires_grad_())),
+        (lambda g, y: GUMBEL_BACKWARD(g, y, dim, 0.7), (dy, soft.detach().requires_grad_())),
         (lambda t: igt.sparsemax(t, dim), (x,)),
     ):
         assert torch.autograd.gradcheck(function, inputs, check_forward_ad=True, check_batched_grad=True)
@@ -202,8 +178,6 @@ def operators(dtype, seed=0):
         ops_divergence.KL_DIV_BACKWARD: (dloss, x, t, "sum", False, "target"),
         ops_divergence.DISTILLATION_LOSS: (x, values, 2.0, indices),
         ops_divergence.DISTILLATION_LOSS_BACKWARD: (dloss, x, t.detach(), 2.0, None, "mean"),
-        ops_simplex.GUMBEL_SOFTMAX: (x, 0.5, True, 0, 3, 4),
-        ops_simplex.GUMBEL_SOFTMAX_BACKWARD: (x, t, 0.5, 0),
     }
 
 

@@ -7,14 +7,21 @@ be asked with. `checked` knows the problem's shape too and returns what kernels 
 from abc import ABC, abstractmethod
 from typing import Any
 
+import numpy as np
+
 from isograd.errors import InvalidProblemError
 from isograd.plan import checked_axis, integer, real_number
 
 
 class Attribute(ABC):
-    """An argument of an operation that is no array. `kind` is what torch's schemas call its type."""
+    """An argument of an operation that is no array.
+
+    kind: what torch's schemas call its type. per_call: whether it is a number that kernels take as they run, so that
+    one plan serves all its values.
+    """
 
     kind: str
+    per_call = False
 
     def __init__(self, default: Any) -> None:
         self.default = default
@@ -23,9 +30,9 @@ class Attribute(ABC):
     def plain(self, operation: str, argument: str, value: Any) -> Any:
         """The value as a plain Python object, or InvalidProblemError for one of another type."""
 
-    @abstractmethod
-    def checked(self, operation: str, argument: str, value: Any, shape: tuple[int, ...]) -> Any:
-        """The plain value as kernels take it, or InvalidProblemError for one that the problem does not accept."""
+    def checked(self, operation: str, argument: str, value: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        """The value as kernels take it, or InvalidProblemError for one that the problem does not accept."""
+        return self.plain(operation, argument, value)
 
 
 class Axis(Attribute):
@@ -40,7 +47,7 @@ class Axis(Attribute):
         """The axis as an int."""
         return integer(operation, argument, value)
 
-    def checked(self, operation: str, argument: str, value: Any, shape: tuple[int, ...]) -> int:
+    def checked(self, operation: str, argument: str, value: Any, shape: tuple[int, ...], dtype: str) -> int:
         """The axis counted from the front."""
         return checked_axis(operation, value, shape, argument)
 
@@ -58,7 +65,7 @@ class Real(Attribute):
         """The number as a float."""
         return real_number(operation, argument, value)
 
-    def checked(self, operation: str, argument: str, value: Any, shape: tuple[int, ...]) -> float:
+    def checked(self, operation: str, argument: str, value: Any, shape: tuple[int, ...], dtype: str) -> float:
         """The number, which lies in the range."""
         number = real_number(operation, argument, value)
         if not self._least <= number <= self._most:
@@ -66,3 +73,82 @@ class Real(Attribute):
                 f"{operation}: {argument} is {number!r}; accepted: numbers from {self._least:g} to {self._most:g}"
             )
         return number
+
+
+class Scale(Attribute):
+    """A positive number, as a temperature is, that the type which is computed in can hold with its reciprocal."""
+
+    kind = "float"
+
+    def __init__(self, default: float = 1.0) -> None:
+        super().__init__(default)
+
+    def plain(self, operation: str, argument: str, value: Any) -> float:
+        """The number as a float."""
+        return real_number(operation, argument, value)
+
+    def checked(self, operation: str, argument: str, value: Any, shape: tuple[int, ...], dtype: str) -> float:
+        """The number, which lies in the range of the dtype."""
+        number = real_number(operation, argument, value)
+        limit = 2.0**500 if dtype == "float64" else 2.0**60
+        if not 1 / limit <= number <= limit:
+            raise InvalidProblemError(
+                f"{operation}: {argument} is {number!r}; accepted: positive numbers from {1 / limit:.3g} to {limit:.3g}"
+            )
+        return number
+
+
+class Flag(Attribute):
+    """True or False."""
+
+    kind = "bool"
+
+    def __init__(self, default: bool = False) -> None:
+        super().__init__(default)
+
+    def plain(self, operation: str, argument: str, value: Any) -> bool:
+        """The flag as a bool."""
+        if not isinstance(value, (bool, np.bool_)):
+            raise InvalidProblemError(f"{operation}: {argument} is {value!r}; it takes True or False")
+        return bool(value)
+
+
+class Choice(Attribute):
+    """One of some names."""
+
+    kind = "str"
+
+    def __init__(self, default: str, *others: str) -> None:
+        super().__init__(default)
+        self.accepted = (default, *others)
+
+    def plain(self, operation: str, argument: str, value: Any) -> str:
+        """The name."""
+        if not isinstance(value, str) or value not in self.accepted:
+            raise InvalidProblemError(f"{operation}: {argument} is {value!r}; accepted: {', '.join(self.accepted)}")
+        return value
+
+
+class Word(Attribute):
+    """An integer from 0 to 2^64 - 1 that varies by call. counts: whether it is the number of the first element."""
+
+    kind = "SymInt"
+    per_call = True
+
+    def __init__(self, counts: bool = False) -> None:
+        super().__init__(0)
+        self.counts = counts
+
+    def plain(self, operation: str, argument: str, value: Any) -> int:
+        """The integer as an int."""
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 0 <= value < 1 << 64:
+            raise InvalidProblemError(f"{operation}: {argument} is {value!r}; accepted: integers from 0 to 2^64 - 1")
+        return int(value)
+
+
+def signed(word: int) -> int:
+    """A word of 64 bits as the signed integer that an operator's schema holds.
+
+    A symbol of torch.compile's counts as one of int64, though larger numbers reach its place: no condition may ask.
+    """
+    return (word + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from isograd.core.attributes import Word
 from isograd.core.operands import Array as Operand
 from isograd.core.operands import Like, PerRow
 from isograd.core.operation import Operation
@@ -187,8 +188,15 @@ class _Rows:
         def last(array: Array, axis: int) -> Array:
             return np.take(array, range(array.shape[axis] // 2, array.shape[axis]), axis)
 
-        for part in (first, last):
-            yield self._moved(case, _kept, part)
+        like = case.inputs[self._op.problem]
+        if self._op.ordered and int(case.options.get("axis", -1)) % like.ndim == 0:
+            return  # what would be cut is not a part that follows another
+        counts = [key for key, a in self._op.attributes.items() if isinstance(a, Word) and a.counts]
+        skipped = (like.shape[0] // 2) * (like.size // max(like.shape[0], 1))
+        for part, before in ((first, 0), (last, skipped)):
+            change = self._moved(case, _kept, part)
+            options = {key: case.options.get(key, 0) + before for key in counts}
+            yield change._replace(case=replace(change.case, options={**case.options, **options}))
 
     def padding(self, case: Case) -> Iterator[Change]:
         """Rows made longer with what leaves their results as they are."""
@@ -221,7 +229,9 @@ def suite(op: Operation, cases: Callable[[str], Iterator[Case]]) -> Suite:
         given = {key: key in case.inputs for key, a in op.inputs.items() if a.optional}
         return make(case.inputs[op.problem].shape, dtype, **given, **case.options)
 
-    changes = {"order": rows.order, "batch": rows.batch, "layout": layout}
+    changes = {"batch": rows.batch, "layout": layout}
+    if not op.ordered:
+        changes["order"] = rows.order
     if op.padding is not None:
         changes["padding"] = rows.padding
     return Suite(op.plan_type, descriptor, op.reference, op.oracle, cases, changes, op.dtypes)

@@ -12,18 +12,19 @@
 
 Names say what belongs together. The vjp of an operation is another one, whose inputs are called like inputs and outputs
 of the first, or `d` and the name of an output for its gradient; its outputs are `d` and the names of inputs. An
-attribute that both have is handed on. An output without a gradient among them has none.
+attribute that both have is handed on. An output without a gradient among them has none. A vjp of one input may call its
+output as it likes.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import field, make_dataclass
+from dataclasses import field, make_dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
 from isograd import registry
-from isograd.core.attributes import Attribute, Real
+from isograd.core.attributes import Attribute
 from isograd.core.operands import AlongAxis, Array, Like
 from isograd.errors import InvalidProblemError
 from isograd.fenv import default_environment
@@ -64,7 +65,7 @@ class OperationDescriptor(Descriptor):
         op = self.declared
         dtype = checked_dtype(op.name, self.dtype, op.dtypes)
         shape = checked_shape(op.name, "shape", self.shape)
-        values = [a.checked(op.name, key, getattr(self, key), shape) for key, a in op.attributes.items()]
+        values = [a.checked(op.name, key, getattr(self, key), shape, dtype) for key, a in op.attributes.items()]
         given = [getattr(self, key) for key in op.optional]
         for key, value in zip(op.optional, given, strict=True):
             if not isinstance(value, bool):
@@ -90,8 +91,10 @@ class Operation:
     returning the outputs, those of an optional output only where it is asked for. bound: (dtype, inputs, attributes) ->
     a bound on the error of every output; formula: the same for people. vjp: the operation that computes the gradients
     of the inputs. symmetric: whether its Jacobian is, so that the vjp serves as the jvp too. linear: the input of a
-    gradient that it is linear in, with a symmetric Jacobian, while nothing else has a derivative. padding: what a row
-    may be made longer with. dtypes: of the problem.
+    gradient that it is linear in, with a symmetric Jacobian, while nothing else has a derivative. straight_through: the
+    attributes whose other values change the outputs and leave the gradient as it is: the vjp reads the outputs for
+    these. ordered: whether the place of an element matters, as it does to noise that belongs to places. padding: what a
+    row may be made longer with. dtypes: of the problem.
     """
 
     def __init__(
@@ -108,12 +111,15 @@ class Operation:
         vjp: str | None = None,
         symmetric: bool = False,
         linear: str | None = None,
+        straight_through: Mapping[str, Any] | None = None,
+        ordered: bool = False,
         padding: float | None = None,
         dtypes: tuple[str, ...] = DTYPES,
     ) -> None:
         self.name, self.attributes, self.inputs, self.outputs = name, attributes, inputs, outputs
         self.reference, self.oracle, self.bound, self.formula = reference, oracle, bound, formula
         self.vjp, self.symmetric, self.linear = vjp, symmetric, linear
+        self.straight_through, self.ordered = straight_through or {}, ordered
         self.padding, self.dtypes = padding, dtypes
         arrays = {**inputs, **outputs}
         self.optional = tuple([key for key, a in arrays.items() if a.optional])
@@ -170,11 +176,31 @@ class Operation:
             with default_environment():  # the cache compares numbers: with subnormals flushed they would equal zero
                 return select(device, registry.generation(), *fields)
 
-        return guarded if any(isinstance(a, Real) for a in self.attributes.values()) else cached
+        found = guarded if any(a.kind == "float" for a in self.attributes.values()) else cached
+        varying = [(i, key) for i, (key, a) in enumerate(self.attributes.items(), 2) if a.per_call]
+        if not varying:
+            return found
+
+        def of_call(device: str, *fields: Any) -> Planned:
+            alike = list(fields)
+            for i, _ in varying:
+                alike[i] = 0
+            planned = found(device, *alike)
+            made: Any = planned.plan.descriptor
+            descriptor = replace(made, **{key: fields[i] for i, key in varying})
+            return planned._replace(plan=planned.plan.of_call(descriptor))
+
+        return of_call
 
     def sums_rows(self, asked: Mapping[str, Any]) -> bool:
         """Whether an output that is computed is a sum over the rows; `asked` names optional ones."""
         return any(isinstance(a, AlongAxis) and asked.get(key, not a.optional) for key, a in self.outputs.items())
+
+    def gradients(self, vjp: Operation) -> dict[str, str]:
+        """The outputs of the vjp, by the inputs whose gradients they are."""
+        if len(self.inputs) == 1:
+            return dict(zip(self.inputs, vjp.outputs, strict=True))
+        return {key: f"d{key}" for key in self.inputs if f"d{key}" in vjp.outputs}
 
     # --- what follows for one problem --------------------------------------------------------------------------------
     def operands(self, descriptor: Any) -> tuple[Operand, ...]:
@@ -202,7 +228,7 @@ class Operation:
             deterministic=True,
             bit_stable_on_same_hardware=True,
             batch_invariant=True,
-            order_invariant=True,
+            order_invariant=not self.ordered,
             bit_stable_across_hardware=True,
             error_bound=ErrorBound(self.formula, evaluate),
         )

@@ -1,4 +1,4 @@
-"""Divergences and gumbel_softmax on NVIDIA and AMD GPUs, compiled by Triton.
+"""Divergences on NVIDIA and AMD GPUs, compiled by Triton.
 
 torch and triton are imported when a kernel runs.
 """
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from isograd.cuda import TritonKernel, architecture
-from isograd.losses import divergence_bounds, simplex_bounds
+from isograd.losses import divergence_bounds
 from isograd.losses.promises import family_sku
 from isograd.plan import DTYPES, KernelSku
 from isograd.registry import register_kernel
@@ -34,24 +34,6 @@ class TritonDivergence(TritonKernel):
             faults.after_launch(arguments["student"].device)
 
 
-class TritonSimplex(TritonKernel):
-    """gumbel_softmax and its gradient on a GPU; needs no workspace."""
-
-    def sku(self, descriptor: Any) -> KernelSku:
-        """The kernel's identity."""
-        bound = simplex_bounds.error_bound(descriptor.operation, descriptor.dtype)
-        ordered = descriptor.operation == "gumbel_softmax"
-        return family_sku(descriptor, "losses", bound, ordered, self.backend, architecture())
-
-    def compute(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any) -> None:
-        """Launch on the current stream of the tensors' device."""
-        from isograd.losses import triton_distributions_launch
-
-        triton_distributions_launch.simplex(descriptor, arguments)
-
-
 for _dtype in DTYPES:
     for _operation in ("kl_div", "kl_div_backward", "distillation_loss", "distillation_loss_backward"):
         register_kernel(_operation, "cuda", _dtype, TritonDivergence())
-    for _operation in ("gumbel_softmax", "gumbel_softmax_backward"):
-        register_kernel(_operation, "cuda", _dtype, TritonSimplex())

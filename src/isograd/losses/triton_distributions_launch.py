@@ -1,6 +1,5 @@
-"""How the Triton kernels of divergences and gumbel_softmax are configured and launched."""
+"""How the Triton kernels of divergences are configured and launched."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,14 +12,12 @@ from isograd.losses import (
     triton_distillation,
     triton_distillation_top,
     triton_divergence,
-    triton_gumbel,
 )
 from isograd.losses.divergence_reference import divisor, temperature_of
 from isograd.losses.triton_totals import divided
 from isograd.reduction import cuda as reduction
 from isograd.reduction import triton_kernels as reduction_kernels
-from isograd.rows.triton_launch import Tile, halves, tile, words_of
-from isograd.softmax.triton_kernels import softmax, softmax_backward
+from isograd.rows.triton_launch import Tile, tile, words_of
 from isograd.triton_launcher import (
     Launcher,
     Specification,
@@ -228,81 +225,5 @@ def _distillation_rows(
     launcher(*tensors, out, *([faults.flag(x.device)] if top else []), numbers=numbers)
 
 
-def simplex(descriptor: Any, arguments: Mapping[str, Any], size: Tile | None = None) -> None:
-    """gumbel_softmax or its gradient, on the current stream of the arguments' device."""
-    tensors = [arguments[name] for name in (*descriptor.inputs, descriptor.output)]
-    if tensors[-1].numel() == 0:
-        return
-    if descriptor.operation == "gumbel_softmax":
-        x, y = tensors
-        _gumbel_softmax(descriptor, x, y, size)
-    else:
-        dy, y, dx = tensors
-        _gumbel_softmax_backward(dy, y, dx, descriptor.axis, descriptor.tau)
-
-
 def _work(t: torch.Tensor) -> torch.dtype:
     return torch.float64 if t.dtype == torch.float64 else torch.float32
-
-
-# --- gumbel_softmax --------------------------------------------------------------------------------------------------
-def _gumbel_softmax(descriptor: Any, x: torch.Tensor, y: torch.Tensor, size: Tile | None) -> None:
-    """In one kernel where a tile holds a row or the result is hard, else a softmax in place of perturbed logits."""
-    work, axis, shape = _work(y), descriptor.axis, tuple(y.shape)
-    of = np.float64 if work == torch.float64 else np.float32
-    with default_environment():
-        factor = words_of(of(1) / of(descriptor.tau), str(work).removeprefix("torch."))
-    numbers = (*factor, *halves(descriptor.seed), *halves(descriptor.offset))
-    strides = (x.stride(), descriptor.numbers, y.stride())
-    # A block makes several numbers where an access holds neighbours, from the start of a block on.
-    each = 16 // work.itemsize
-    blocks = descriptor.offset % each == 0
-    neighbours = axis == y.dim() - 1 and shape[axis] % each == 0 and blocks
-    fixed = _Fixed(
-        *(triton_gumbel.gumbel_softmax_rows, (), (), (descriptor.hard, neighbours), (), (0, 2)),
-        *(work.itemsize, (y.dtype,), architecture(y), size),
-    )
-    fixed = _gumbel_tile(shape, strides, axis, fixed)
-    if descriptor.hard or (fixed.tile is not None and shape[axis] <= fixed.tile.block):
-        _rows(shape, strides, axis, fixed)(x, y, numbers=numbers)
-        return
-    z = y if y.dtype == work else torch.empty_like(y, dtype=work)
-    _perturbed(shape, (*strides[:2], z.stride()), blocks, (x.dtype, architecture(x)))(x, z, numbers=numbers)
-    softmax(z, z, axis)
-    if z is not y:
-        _narrow(z, y)
-
-
-@kept
-def _gumbel_tile(shape: Strides, strides: tuple[Strides, ...], axis: int, fixed: _Fixed) -> _Fixed:
-    """The tile filled in, and whether its accesses hold whole blocks of numbers."""
-    problem, itemsize = rows(shape, strides, axis), fixed.dtypes[0].itemsize
-    size = fixed.tile or tile(shape[axis], problem, fixed.whole, fixed.held, itemsize, fixed.arch)
-    each = 2 if fixed.dtypes[0] == torch.float64 else 4
-    hard, neighbours = fixed.flags
-    return fixed._replace(tile=size, flags=(hard, neighbours and size.vector % each == 0))
-
-
-@kept
-def _perturbed(shape: Strides, strides: tuple[Strides, ...], blocks: bool, _: Any) -> Launcher:
-    n = math.prod(shape)
-    layout = _merged(shape, strides)
-    whole = blocks and layout[1:] == ((1,), (1,), (1,))
-    tail = (n, *layout, whole, _ELEMENTS)
-    return Launcher(triton_gumbel.perturbed_elements, Specification(tail, -(-n // _ELEMENTS)))
-
-
-def _narrow(z: torch.Tensor, out: torch.Tensor) -> None:
-    """Round values of the work type to the storage type."""
-    out.copy_(z)
-    out.masked_fill_(out.isnan(), float("nan"))  # whose bits torch's conversions do not keep
-
-
-def _gumbel_softmax_backward(dy: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, axis: int, tau: float) -> None:
-    """The gradient of softmax in the work type, times 1 / tau, rounded to the storage type once."""
-    work = _work(dx)
-    of = np.float64 if work == torch.float64 else np.float32
-    product = torch.empty_like(dx, dtype=work)
-    softmax_backward(dy.to(work), y.to(work), product, axis)
-    product.mul_(float(of(1) / of(tau)))
-    _narrow(product, dx)

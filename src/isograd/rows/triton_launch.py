@@ -1,9 +1,10 @@
 """How Triton kernels on rows are launched: the tile, and arguments by the names that the kernel gives them.
 
 For a tensor `x` with the axis a kernel names `x_ptr` and its strides `x_axis`, `x_inner` and `x_outer`; one of a single
-row has no more than `x_ptr` and `x_axis`, one with an element for every row no `x_axis`. Further names are `n`, the
-length of a row, `inner` and `outer_shape`, what rows are counted over, and the tile's. A name that nobody gives a value
-for is an error, and so is a value that the kernel has no name for.
+row has no more than `x_ptr` and `x_axis`, one with an element for every row no `x_axis`, and numbers that elements have
+without memory no `x_ptr`. Further names are `n`, the length of a row, `inner` and `outer_shape`, what rows are counted
+over, and the tile's. A name that nobody gives a value for is an error, and so is a value that the kernel has no name
+for.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,7 +51,7 @@ def halves(value: int) -> tuple[int, int]:
     return low - (low >> 31 << 32), high - (high >> 31 << 32)
 
 
-_ROWS, _PER_ROW, _ONE_ROW = range(3)
+_ROWS, _PER_ROW, _ONE_ROW, _COUNTED = range(4)
 _TILE = ("BLOCK", "ROWS", "GROUP", "V", "HELD")
 
 
@@ -74,11 +75,12 @@ def _prepared(
     arch: int,
     size: Tile | None,
 ) -> _Prepared:
-    n, where = shape[axis], {name: i for i, (name, _) in enumerate(kinds)}
+    n = shape[axis]
+    where = {name: i for i, name in enumerate([name for name, kind in kinds if kind != _COUNTED])}
     # What a row has one of has a stride of 0 along it, what all rows share one of 0 everywhere else.
     spread = [
         s
-        if kind == _ROWS
+        if kind in (_ROWS, _COUNTED)
         else (*s[:axis], 0, *s[axis:])
         if kind == _PER_ROW
         else (*[0] * axis, *s, *[0] * (len(shape) - axis - 1))
@@ -86,7 +88,7 @@ def _prepared(
     ]
     problem = rows(shape, spread, axis)
     whole = [i for i, (_, kind) in enumerate(kinds) if kind == _ROWS]
-    size = size or tile(n, problem, whole, held, max(dtypes[i].itemsize for i in whole), arch)
+    size = size or tile(n, problem, whole, held, max(dtypes[where[kinds[i][0]]].itemsize for i in whole), arch)
     values: dict[str, Any] = {"n": n, "inner": problem.inner, "outer_shape": problem.outer_shape, **dict(constants)}
     values |= zip(_TILE, (size.block, size.rows, size.group, size.vector, n <= size.block), strict=True)
     for i, (name, kind) in enumerate(kinds):
@@ -114,6 +116,7 @@ def launch_rows(
     *,
     per_row: Mapping[str, torch.Tensor] | None = None,
     one_row: Mapping[str, torch.Tensor] | None = None,
+    counted: Mapping[str, Strides] | None = None,
     constants: Mapping[str, Any] | None = None,
     numbers: Mapping[str, int] | None = None,
     size: Tile | None = None,
@@ -121,8 +124,8 @@ def launch_rows(
     """Run a kernel over the rows of an axis, on the current stream of the tensors' device.
 
     of_rows: tensors with the axis, the one that is written last. per_row: tensors without it. one_row: tensors of the
-    axis alone. constants: what a kernel is compiled for. numbers: int32 that vary by call; the kernel takes them behind
-    its pointers. size: the tile, by default what the rule says.
+    axis alone. counted: strides of numbers that elements have. constants: what a kernel is compiled for. numbers: int32
+    that vary by call; the kernel takes them behind its pointers. size: the tile, by default what the rule says.
     """
     tensors: list[torch.Tensor] = []
     kinds: list[tuple[str, int]] = []
@@ -130,12 +133,15 @@ def launch_rows(
         if given:
             tensors += given.values()
             kinds += [(name, kind) for name in given]
+    strides = [t.stride() for t in tensors]
+    if counted:
+        kinds, strides = [*((name, _COUNTED) for name in counted), *kinds], [*counted.values(), *strides]
     out = tensors[-1]
     if out.numel() == 0:
         return
     held = (8 if out.dtype == torch.float64 else 4) * power_of_two(len(of_rows) - 1)
     found = _prepared(
-        kernel, axis, tuple(out.shape), tuple(kinds), tuple([t.stride() for t in tensors]),
+        kernel, axis, tuple(out.shape), tuple(kinds), tuple(strides),
         tuple(constants.items()) if constants else (), tuple(numbers) if numbers else (),
         tuple([t.dtype for t in tensors]), held, architecture(out), size,
     )  # fmt: skip

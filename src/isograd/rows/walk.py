@@ -53,14 +53,16 @@ def for_rows(
     rows: Sequence[NDArray[Any]],
     *scalars: Any,
     per_row: Sequence[NDArray[Any]] = (),
+    counted: Sequence[Shape] = (),
 ) -> None:
     """Call a kernel for every row of an axis, on the library's threads.
 
     It takes a zero of the storage type; the addresses of `per_row`, arrays without the axis, and of `rows`, arrays with
     it, the one that is written last; the shape that rows are counted over and the strides of each array in it; the
-    length of a row and the strides of `rows` along it; the scalars, and the range of rows.
+    length of a row and the strides of `rows` along it; the scalars, and the range of rows. counted: strides of numbers
+    that elements have without memory; they come before those of `rows`.
     """
-    shape, steps = rows[-1].shape, [element_strides(a) for a in rows]
+    shape, steps = rows[-1].shape, [*counted, *[element_strides(a) for a in rows]]
     n = shape[axis]
     outer_steps = [element_strides(a) for a in per_row] + [s[:axis] + s[axis + 1 :] for s in steps]
     count, outer = row_walk(shape[:axis] + shape[axis + 1 :], tuple(outer_steps))

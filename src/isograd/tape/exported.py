@@ -1,5 +1,8 @@
 """The names of operations; written by `python tools/update_names.py`."""
 
+from isograd.ops.gumbel_softmax.api import (
+    gumbel_softmax,
+)
 from isograd.ops.rmsnorm.api import (
     rmsnorm,
 )
@@ -8,6 +11,7 @@ from isograd.ops.sparsemax.api import (
 )
 
 __all__ = [
+    "gumbel_softmax",
     "rmsnorm",
     "sparsemax",
 ]

@@ -190,13 +190,6 @@ def distillation_loss(
     )
 
 
-def gumbel_softmax(
-    x: Variable, tau: float = 1.0, hard: bool = False, axis: int = -1, *, seed: int, offset: int = 0
-) -> Variable:
-    """A sample of the Gumbel-softmax distribution over an axis."""
-    return apply(loss_rules.gumbel_softmax, x, tau=tau, hard=hard, axis=axis, seed=seed, offset=offset)
-
-
 def sum(x: Variable, axis: rules.Axes = None, keepdims: bool = False) -> Variable:  # noqa: A001 - NumPy's name
     """The order-free sum over an axis, a tuple of axes, or all."""
     return apply(rules.sum, x, axis=axis, keepdims=keepdims)

@@ -9,7 +9,7 @@ import numpy as np
 
 from isograd.errors import InvalidProblemError
 from isograd.losses import cross_entropy as steps
-from isograd.losses import divergence_api, simplex_api
+from isograd.losses import divergence_api
 from isograd.losses import linear_cross_entropy as linear
 from isograd.tape.rules import Array, Gradient, Result
 from isograd.typing import BatchReduction
@@ -69,15 +69,3 @@ def distillation_loss(
     arguments = (student, teacher, temperature, indices, reduction)
     loss: Array = divergence_api.distillation_loss(*arguments)
     return loss, (lambda g: divergence_api.distillation_loss_backward(g, *arguments),)
-
-
-def gumbel_softmax(x: Array, tau: float, hard: bool, axis: int, seed: int, offset: int) -> Result:
-    """A sample of the Gumbel-softmax distribution; a hard one has the gradient of the soft one."""
-    y: Array = simplex_api.gumbel_softmax(x, tau, hard, axis, seed=seed, offset=offset)
-
-    def gradient(g: Array) -> Array:
-        soft = simplex_api.gumbel_softmax(x, tau, False, axis, seed=seed, offset=offset) if hard else y
-        result: Array = simplex_api.gumbel_softmax_backward(g, soft, tau, axis)
-        return result
-
-    return y, (gradient,)

@@ -1,5 +1,6 @@
 """Operations on the tape: their rules follow from the declarations."""
 
+import functools
 from typing import Any
 
 from isograd.core import call
@@ -13,28 +14,34 @@ def record(op: Operation, inputs: tuple[Any, ...], attributes: tuple[Any, ...]) 
     """Compute an operation and record it: its first output is a variable, others are arrays, which get no gradient."""
     assert op.vjp is not None
     vjp, upstream = OPERATIONS[op.vjp], f"d{next(iter(op.outputs))}"
+    gradients = op.gradients(vjp)
     given = {key: value for key, value in zip(op.inputs, inputs, strict=True) if value is not None}
-    wanted = tuple([f"d{key}" for key, value in given.items() if isinstance(value, Variable)])
+    wanted = tuple([gradients[key] for key, value in given.items() if isinstance(value, Variable)])
     computed = tuple([key for key, a in vjp.outputs.items() if not a.optional or key in wanted])
     handed = dict(zip(op.attributes, attributes, strict=True))
+    through = tuple((handed | dict(op.straight_through)).values())
     others: list[Array] = []
 
     def rule(*values: Array) -> Result:
         arrays: dict[str, Any] = dict.fromkeys(op.inputs) | dict(zip(given, values, strict=True))
-        results = _several(call.function(op)(tuple(arrays.values()), attributes))
+        taken = tuple(arrays.values())
+        results = _several(call.function(op)(taken, attributes))
         others.extend(results[1:])
         arrays |= zip(op.outputs, results, strict=True)
-        saved = {key: arrays[key] for key in vjp.inputs if key != upstream}
+        again = functools.partial(call.function(op), taken, through) if through != attributes else None
+        saved = {key: arrays[key] for key in vjp.inputs if key in (arrays if again is None else op.inputs)}
         latest: list[tuple[Array, dict[str, Array]]] = []
 
         def gradient(name: str) -> Gradient:
             def of(g: Array) -> Array:
                 if not latest or latest[0][0] is not g:  # all are computed together when the first one is due
                     among = saved | {upstream: g}
+                    if again is not None:
+                        among |= zip(op.outputs, _several(again()), strict=True)
                     settings = tuple([handed[key] for key in vjp.attributes])
                     found = call.function(vjp)(tuple([among[key] for key in vjp.inputs]), settings, wanted)
                     latest[:] = [(g, dict(zip(computed, _several(found), strict=True)))]
-                return latest[0][1][f"d{name}"]
+                return latest[0][1][gradients[name]]
 
             return of
 

@@ -32,7 +32,6 @@ from isograd.torch.indexing import embedding, gather, index_add, index_select, s
 from isograd.torch.losses import (
     cross_entropy,
     distillation_loss,
-    gumbel_softmax,
     kl_div,
     linear_cross_entropy,
 )
@@ -64,7 +63,6 @@ __all__ = [
     "expert_counts",
     "expert_permutation",
     "gather",
-    "gumbel_softmax",
     "index_add",
     "index_select",
     "kl_div",

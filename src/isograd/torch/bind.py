@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from isograd import faults
+from isograd.core.attributes import Word, signed
 from isograd.core.operands import AlongAxis, Array, Like
 from isograd.core.operation import Operation
 from isograd.errors import InvalidProblemError, IsogradError, UnsupportedError
@@ -39,6 +40,7 @@ from isograd.torch.tensors import (
 
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _SPELLED = {"x": "input", "axis": "dim"}
+_WORD = (1 << 64) - 1
 Values = tuple[Any, ...]
 Named = Mapping[str, Any]
 _bound: dict[str, "Bound"] = {}
@@ -59,6 +61,7 @@ class Bound:
         self._axis = list(op.attributes).index("axis")
         self._kinds = tuple(zip(self.names, op.inputs.values(), strict=False))
         self._optional = tuple([i for i, a in enumerate(op.inputs.values()) if a.optional])
+        self._words = tuple([i for i, a in enumerate(op.attributes.values()) if isinstance(a, Word)])
 
     def schema(self) -> str:
         """The operator's schema."""
@@ -99,6 +102,8 @@ class Bound:
 
     def fields(self, inputs: Values, settings: Values) -> Values:
         """The fields of the descriptor behind shape and dtype."""
+        if self._words:  # which a schema holds as signed integers
+            settings = tuple([v & _WORD if i in self._words else v for i, v in enumerate(settings)])
         if not self._optional:
             return settings
         count, given = len(self.op.attributes), [inputs[i] is not None for i in self._optional]
@@ -230,6 +235,7 @@ def operator(
     *,
     derivative: Callable[..., Named] | None = None,
     tangent: Callable[..., Any] | None = None,
+    batch: Callable[..., tuple[Any, Any]] | None = None,
     autocast: tuple[str, ...] = (),
 ) -> Bound:
     """Define the operator of an operation, after that of its vjp.
@@ -237,7 +243,8 @@ def operator(
     derivative: (inputs, settings, whether a gradient is needed, gradients of the outputs), all but the settings by
     name -> gradients of the inputs by name; for an operation without a vjp, which is differentiated a second time.
     tangent: (saved tensors, settings, tangents of the inputs) -> those of the outputs; where the Jacobian is not
-    symmetric. autocast: the devices under whose autocast narrow inputs become float32.
+    symmetric. batch: (operator, size, batch dimensions, *arguments) -> (outputs, theirs), where a batch is no dimension
+    like the others. autocast: the devices under whose autocast narrow inputs become float32.
     """
     bound = Bound(op)
     if op.linear is not None:
@@ -251,10 +258,11 @@ def operator(
         run=bound.run,
         fake=bound.fake,
         gradient=gradient,
-        batch=bound.batch,
+        batch=batch or bound.batch,
         autocast=dict.fromkeys(autocast, bound.cast),
     )
-    sharding.add(op.name, bound.cuts)
+    if not op.ordered:
+        sharding.add(op.name, bound.cuts)
     _bound[op.name] = bound
     return bound
 
@@ -289,18 +297,29 @@ def _by_vjp(bound: Bound, vjp: Bound, tangent: Callable[..., Any] | None) -> def
     order = [upstream[key] if key in upstream else len(op.outputs) + kept.index(key) for key in vjp.op.inputs]
     saved_places = [arrays.index(key) for key in kept]
     handed = [attributes.index(key) for key in vjp.op.attributes]
+    found_in = {key: list(vjp.op.outputs).index(name) for key, name in op.gradients(vjp.op).items()}
+    gradients = [found_in.get(key) for key in op.inputs]
     flags = [list(op.inputs).index(key.removeprefix("d")) for key in vjp.flags]
-    gradients = [list(vjp.op.outputs).index(f"d{key}") for key in op.inputs]
     without = [i for i, key in enumerate(op.outputs) if f"d{key}" not in upstream]
+
+    through = {attributes.index(key): value for key, value in op.straight_through.items()}
+
+    def read(inputs: Values, output: Any) -> Values:
+        """What the vjp reads."""
+        everything = (*inputs, *output) if isinstance(output, tuple) else (*inputs, output)
+        return tuple([everything[i] for i in saved_places])
 
     def save(node: Any, args: Values, output: Any) -> Values:
         inputs, node.settings = bound.split(args)
-        everything = (*inputs, *output) if isinstance(output, tuple) else (*inputs, output)
         if without:
             node.mark_non_differentiable(*[output[i] for i in without])
-        return tuple([everything[i] for i in saved_places])
+        node.again = any(node.settings[i] != value for i, value in through.items())
+        return inputs if node.again else read(inputs, output)
 
     def pulled(node: Any, saved: Values, grads: Values, asked: list[bool]) -> Any:
+        if node.again:
+            settings = [through.get(i, value) for i, value in enumerate(node.settings)]
+            saved = read(saved, bound.call(*saved, *settings))
         given = (*grads, *saved)
         return vjp.call(*[given[i] for i in order], *[node.settings[i] for i in handed], *asked)
 
@@ -311,7 +330,7 @@ def _by_vjp(bound: Bound, vjp: Bound, tangent: Callable[..., Any] | None) -> def
         found = pulled(node, saved, grads, [needs[i] for i in flags])
         if isinstance(found, Tensor):
             return (found,)
-        return tuple([found[place] if needs[i] else None for i, place in enumerate(gradients)])
+        return tuple([None if place is None or not needs[i] else found[place] for i, place in enumerate(gradients)])
 
     def push(node: Any, saved: Values, *tangents: Tensor | None) -> Any:
         if op.symmetric:  # in its only input, so that the vjp serves
@@ -351,7 +370,12 @@ def _pushed(op: Operation, tangent: Callable[..., Any] | None, saved: Named, set
 
 
 # --- functions -------------------------------------------------------------------------------------------------------
-_CHECKS: dict[str, Callable[[str, str, Any], Any]] = {"int": integer, "float": real_number}
+_CHECKS: dict[str, Callable[[str, str, Any], Any]] = {
+    "int": integer,
+    "float": real_number,
+    "bool": lambda name, key, value: bool(value),
+    "SymInt": lambda name, key, value: signed(Word().plain(name, key, value)),
+}
 
 
 def function(bound: Bound, called: str | None = None) -> Callable[..., Any]:

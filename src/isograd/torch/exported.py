@@ -1,5 +1,8 @@
 """The names of operations; written by `python tools/update_names.py`."""
 
+from isograd.ops.gumbel_softmax.torch import (
+    gumbel_softmax,
+)
 from isograd.ops.rmsnorm.torch import (
     rms_norm,
 )
@@ -8,6 +11,7 @@ from isograd.ops.sparsemax.torch import (
 )
 
 __all__ = [
+    "gumbel_softmax",
     "rms_norm",
     "sparsemax",
 ]

@@ -14,7 +14,6 @@ from isograd.torch.indexing import enter
 from isograd.torch.ops_cross_entropy import CROSS_ENTROPY
 from isograd.torch.ops_divergence import DISTILLATION_LOSS, KL_DIV
 from isograd.torch.ops_linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from isograd.torch.ops_simplex import GUMBEL_SOFTMAX
 from isograd.torch.tensors import checked_index, integer, refuse, require_count, require_dense, require_tensor
 from isograd.typing import BatchReduction, Reduction
 
@@ -204,22 +203,3 @@ def distillation_loss(
     promises.checked_reduction(name, reduction)
     scale = real_number(name, "temperature", temperature)
     return DISTILLATION_LOSS(student, teacher, scale, indices, reduction)  # type: ignore[no-any-return]
-
-
-def gumbel_softmax(
-    logits: Tensor, tau: float = 1.0, hard: bool = False, dim: int = -1, *, seed: int, offset: int = 0
-) -> Tensor:
-    """`torch.nn.functional.gumbel_softmax` with noise that `seed` and `offset` name, the same on every device.
-
-    logits: rank 1 to 8; float16, bfloat16, float32 or float64. tau: positive. hard: the one-hot of the largest, with
-    the gradient of the soft result. seed, offset: from 0 to 2^64 - 1; a call that goes on adds the number of logits to
-    the offset. torch's own draws from torch's generator, whose numbers depend on the device: there is no default seed.
-
-    Under vmap every member has the noise that it would have alone. Differentiable twice. Errors as for `softmax`.
-    """
-    name = "gumbel_softmax"
-    enter(name)
-    require_dense(name, logits, "logits")
-    scale = real_number(name, "tau", tau)
-    words = [promises.checked_integer(name, key, value, 64) for key, value in (("seed", seed), ("offset", offset))]
-    return GUMBEL_SOFTMAX(logits, scale, bool(hard), integer(name, "dim", dim), *map(promises.signed, words))  # type: ignore[no-any-return]

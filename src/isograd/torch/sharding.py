@@ -175,7 +175,6 @@ _CUTS: dict[str, Callable[..., Iterator[Cut]]] = {
     "log_softmax": _forward,
     "softmax_backward": _backward,
     "log_softmax_backward": _backward,
-    "gumbel_softmax_backward": lambda dy, y, tau, dim, *_: _backward(dy, y, dim),
     "top_k": lambda x, k, dim: (([d, d], [d]) for d in _others(x, dim)),
     "gather": _gather,
     "scatter_add": _scatter_add,

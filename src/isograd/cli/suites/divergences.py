@@ -1,4 +1,4 @@
-"""The cases of divergences and gumbel_softmax with their gradients, and what must not change their bits."""
+"""The cases of divergences with their gradients, and what must not change their bits."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from isograd.core.cases import (
     unchanged,
 )
 from isograd.losses import divergence_plans as divergence
-from isograd.losses import divergence_reference, gumbel_reference
-from isograd.losses import simplex_plans as simplex
+from isograd.losses import divergence_reference
 from isograd.numerics import random
 from isograd.numerics import reference as ref
 from isograd.numerics.storage import compute_dtype
@@ -94,33 +93,6 @@ def _distillation_descriptor(type_: Callable[..., Descriptor], case: Case, dtype
     return type_(case.inputs["student"].shape, dtype, None, **case.options, **named)
 
 
-# --- gumbel_softmax --------------------------------------------------------------------------------------------------
-def _gumbel_cases(dtype: str) -> Iterator[Case]:
-    for i, (name, x, _) in enumerate(logits(dtype, _STREAM + 140)):
-        options = {"tau": (1.0, 0.5, 3.7)[i % 3], "hard": i % 4 == 3, "seed": 7 * i, "offset": (0, 5, 2**33)[i % 3]}
-        yield Case(name, {"logits": x}, options)
-        if name == "40 x 256":
-            yield Case("first axis", {"logits": x}, {**options, "axis": 0})
-            yield Case("transposed", {"logits": x.T}, options)
-
-
-def _gumbel_descriptor(case: Case, dtype: str) -> Descriptor:
-    return simplex.GumbelSoftmaxDescriptor(case.inputs["logits"].shape, dtype, **{"axis": -1, **case.options})
-
-
-def _gumbel_backward_cases(dtype: str) -> Iterator[Case]:
-    for i, (name, x, t) in enumerate(logits(dtype, _STREAM + 180)):
-        y = _exp(_log_softmax(x), dtype)
-        yield Case(name, {"dy": t, "y": y}, {"tau": (1.0, 0.5, 3.7)[i % 3]})
-        if name == "40 x 256":
-            yield Case("first axis", {"dy": t.T, "y": y.T}, {"tau": 0.3, "axis": 0})
-
-
-def _axis_descriptor(type_: Callable[..., Descriptor], case: Case, dtype: str) -> Descriptor:
-    *_, like = case.inputs.values()
-    return type_(like.shape, dtype, **{"axis": -1, **case.options})
-
-
 # --- invariances -----------------------------------------------------------------------------------------------------
 def _shuffled(case: Case, axis: int, seed: int, put_back: bool) -> Iterator[Change]:
     """The elements of an axis of every input in another order; put back where the results have that axis."""
@@ -133,39 +105,6 @@ def _shuffled(case: Case, axis: int, seed: int, put_back: bool) -> Iterator[Chan
         return np.take(a, order, axis) if a.ndim == like.ndim else a
 
     yield Change(each(case, take), every(take) if put_back else unchanged)
-
-
-def _row_order(case: Case) -> Iterator[Change]:
-    """The elements of every row in another order."""
-    yield from _shuffled(case, int(case.options.get("axis", -1)), 5, True)
-
-
-def _row_batch(case: Case) -> Iterator[Change]:
-    """The first and the last rows alone; noise goes on where it was."""
-    axis = int(case.options.get("axis", -1))
-    *_, like = case.inputs.values()
-    if axis % like.ndim == 0:
-        return
-    half = like.shape[0] // 2
-    for start, stop in ((0, half), (half, like.shape[0])):
-
-        def cut(a: Array, start: int = start, stop: int = stop) -> Array:
-            return a[start:stop]
-
-        skipped = {"offset": case.options["offset"] + start * like[0].size} if "offset" in case.options else {}
-        yield Change(each(case, cut, **skipped), every(cut))
-
-
-def _padding(fill: float, case: Case) -> Iterator[Change]:
-    """Rows made longer with what is not in the support."""
-    if int(case.options.get("axis", -1)) != -1:
-        return
-    *_, like = case.inputs.values()
-
-    def pad(a: Array) -> Array:
-        return np.concatenate([a, np.full((a.shape[0], 37), fill, a.dtype)], axis=-1)
-
-    yield Change(each(case, pad), seen=every(lambda r: r[:, : like.shape[-1]]))
 
 
 def _kl_order(case: Case) -> Iterator[Change]:
@@ -221,8 +160,7 @@ def _suite(
 
 _KL = {"order": _kl_order, "layout": layout}
 _CLASSES = {"order": _class_order, "batch": _class_batch, "layout": layout}
-_ROWS = {"order": _row_order, "batch": _row_batch, "layout": layout, "padding": functools.partial(_padding, 0.0)}
-_d, _s, _dr = divergence, simplex, divergence_reference
+_d, _dr = divergence, divergence_reference
 
 SUITES: dict[str, Suite] = {
     "kl_div": _suite(
@@ -254,23 +192,5 @@ SUITES: dict[str, Suite] = {
         _distillation_descriptor,
         functools.partial(_distillation_cases, True),
         _CLASSES,
-    ),
-    "gumbel_softmax": _suite(
-        _s.GumbelSoftmaxPlan,
-        None,
-        gumbel_reference,
-        "gumbel_softmax",
-        _gumbel_descriptor,
-        _gumbel_cases,
-        {"batch": _row_batch, "layout": layout},
-    ),
-    "gumbel_softmax_backward": _suite(
-        _s.GumbelSoftmaxBackwardPlan,
-        _s.GumbelSoftmaxBackwardDescriptor,
-        gumbel_reference,
-        "gumbel_softmax_backward",
-        _axis_descriptor,
-        _gumbel_backward_cases,
-        _ROWS,
     ),
 }

@@ -1,23 +1,36 @@
-# mypy: ignore-errors
 # ruff: noqa: N803, RET505, SIM108
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
-"""Gumbel-softmax in Triton; `gumbel_reference.py` is the definition, noise included.
+"""Gumbel-softmax in Triton; `reference.py` is the definition, noise included.
 
 Rows that fit a tile (HELD) make their noise once. Of longer ones all elements are perturbed first, and a softmax in
 place follows; hard results make the noise twice instead, which costs no memory.
 """
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
 import triton
 import triton.language as tl
 
+from isograd.core.kernel import launcher
+from isograd.fenv import default_environment
 from isograd.numerics import triton_memory as memory
 from isograd.numerics import triton_ops as ops
+from isograd.ops.gumbel_softmax.reference import number_strides
 from isograd.rows import triton_tiles as tiles
-from isograd.softmax import triton_rows as rows
+from isograd.rows.triton_launch import Strides, Tile, halves, launch_rows, tile, words_of
+from isograd.softmax import triton_rows
+from isograd.softmax.triton_kernels import softmax, softmax_backward
+from isograd.triton_launcher import Launcher, Specification, architecture, kept, merged, rows
 
 _M0, _M1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
 _K0, _K1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 _ALL = tl.constexpr(0xFFFFFFFF)
+_NUMBERS = ("factor_low", "factor_high", "seed_low", "seed_high", "offset_low", "offset_high")
+_ELEMENTS = 1024  # of a tile of elements
 
 
 # --- noise -----------------------------------------------------------------------------------------------------------
@@ -117,7 +130,7 @@ def _number(low, high):
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
-@triton.jit(do_not_specialize=["factor_low", "factor_high", "seed_low", "seed_high", "offset_low", "offset_high"])
+@triton.jit(do_not_specialize=list(_NUMBERS))
 def gumbel_softmax_rows(
     x_ptr, y_ptr, factor_low, factor_high, seed_low, seed_high, offset_low, offset_high, n, inner,
     x_axis, x_inner, number_axis, number_inner, y_axis, y_inner, outer_shape, x_outer, number_outer, y_outer,
@@ -173,15 +186,15 @@ def gumbel_softmax_rows(
             tiles.store(y_ptr, row, column + start, y_inner, y_axis, inside & (column + start < n), y)
     else:
         tl.static_assert(HELD)
-        base, floor, bias = rows.row_shift(m, False)
+        base, floor, bias = triton_rows.row_shift(m, False)
         _, high, low = tiles.exponentials(held, base, floor, bias)
-        hi, lo = rows.wide_sum(high, low, work)
+        hi, lo = triton_rows.wide_sum(high, low, work)
         r, r_low, largest = tiles.factors(hi, lo, m, base, floor, bias, valid, work)
         y = tiles.probabilities(held, m, base, floor, bias, r, r_low, largest)
         tiles.store(y_ptr, row, column, y_inner, y_axis, inside & (column < n), y)
 
 
-@triton.jit(do_not_specialize=["factor_low", "factor_high", "seed_low", "seed_high", "offset_low", "offset_high"])
+@triton.jit(do_not_specialize=list(_NUMBERS))
 def perturbed_elements(
     x_ptr, z_ptr, factor_low, factor_high, seed_low, seed_high, offset_low, offset_high, count, shape, x_strides,
     number_strides, z_strides, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
@@ -200,3 +213,87 @@ def perturbed_elements(
         g = _noise(index, seed_low, seed_high, work)
     z = (x + g) * tiles.number(factor_low, factor_high, work)
     tl.store(z_ptr + memory.element_offset(position, shape, z_strides), z, mask=mask)
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
+@kept
+def _tile(
+    shape: Strides, strides: tuple[Strides, ...], axis: int, itemsize: int, work: Any, arch: int, size: Tile | None
+) -> tuple[Tile, bool]:
+    """The tile, and whether its accesses hold whole blocks of numbers where a row starts with one."""
+    size = size or tile(shape[axis], rows(shape, strides, axis), (0, 2), work.itemsize, itemsize, arch)
+    return size, size.vector % (16 // work.itemsize) == 0
+
+
+@kept
+def _perturbed_elements(shape: Strides, strides: Sequence[Strides], blocks: bool, _: Any) -> Launcher:
+    """The kernel for elements that are perturbed in any order; blocks: whether the first number starts one."""
+    sizes, steps = merged(shape, strides)
+    if not sizes:
+        sizes, steps = [1], [(0, 0, 0)]
+    layout = tuple([tuple([step[t] for step in steps]) for t in range(3)])
+    n, whole = math.prod(shape), blocks and layout == ((1,), (1,), (1,))
+    return Launcher(perturbed_elements, Specification((n, tuple(sizes), *layout, whole, _ELEMENTS), -(-n // _ELEMENTS)))
+
+
+def _narrow(z: torch.Tensor, out: torch.Tensor) -> None:
+    """Round values of the work type to the storage type."""
+    out.copy_(z)
+    out.masked_fill_(out.isnan(), float("nan"))  # whose bits torch's conversions do not keep
+
+
+def _work(t: torch.Tensor) -> torch.dtype:
+    return torch.float64 if t.dtype == torch.float64 else torch.float32
+
+
+def _factor(tau: float, work: torch.dtype) -> Any:
+    """1 / tau in the work type."""
+    of = np.float64 if work == torch.float64 else np.float32
+    with default_environment():
+        return of(1) / of(tau)
+
+
+@launcher("gumbel_softmax")
+def gumbel_softmax(problem: Any, logits: torch.Tensor, y: torch.Tensor, size: Tile | None = None) -> None:
+    """Compute y: in one kernel where a tile holds a row or y is hard, else by a softmax of perturbed logits."""
+    if y.numel() == 0:
+        return
+    work, axis, shape = _work(y), problem.axis, tuple(y.shape)
+    factor = words_of(_factor(problem.tau, work), str(work).removeprefix("torch."))
+    words = (*factor, *halves(problem.seed), *halves(problem.offset))
+    numbers = number_strides(shape, problem.batched)
+    strides = (logits.stride(), numbers, y.stride())
+    # A block makes several numbers where an access holds neighbours, from the start of a block on.
+    each = 16 // work.itemsize
+    blocks = problem.offset % each == 0
+    size, whole = _tile(shape, strides, axis, y.dtype.itemsize, work, architecture(y), size)
+    if problem.hard or shape[axis] <= size.block:
+        constants = {
+            "HARD": problem.hard,
+            "WHOLE": whole and blocks and axis == y.dim() - 1 and shape[axis] % each == 0,
+        }
+        launch_rows(
+            gumbel_softmax_rows, axis, {"x": logits, "y": y}, counted={"number": numbers}, constants=constants,
+            numbers=dict(zip(_NUMBERS, words, strict=True)), size=size,
+        )  # fmt: skip
+        return
+    z = y if y.dtype == work else torch.empty_like(y, dtype=work)
+    launch = _perturbed_elements(shape, (*strides[:2], z.stride()), blocks, (logits.dtype, architecture(y)))
+    launch(logits, z, numbers=words)
+    softmax(z, z, axis)
+    if z is not y:
+        _narrow(z, y)
+
+
+@launcher("gumbel_softmax_backward")
+def gumbel_softmax_backward(
+    problem: Any, dy: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, size: Tile | None = None
+) -> None:
+    """Compute dx: the gradient of softmax in the work type, times 1 / tau, rounded to the storage type once."""
+    if dx.numel() == 0:
+        return
+    work = _work(dx)
+    product = torch.empty_like(dx, dtype=work)
+    softmax_backward(dy.to(work), y.to(work), product, problem.axis)
+    product.mul_(float(_factor(problem.tau, work)))
+    _narrow(product, dx)

@@ -9,6 +9,7 @@ The noise belongs to the element's index in C order, whatever its memory: elemen
 the sequence of `seed`.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -45,27 +46,44 @@ def uniform(index: NDArray[np.uint64], seed: int, dtype: Any) -> Floats:
     return np.asarray(bits.astype(np.float32) * np.float32(2.0**-23) + np.float32(2.0**-24))
 
 
-def noise(shape: tuple[int, ...], dtype: Any, seed: int = 0, offset: int = 0) -> Floats:
-    """The Gumbel variates -log(-log u) of the elements of a shape, in the work type of `dtype`."""
-    count = int(np.prod(shape, dtype=np.int64))
+def number_strides(shape: tuple[int, ...], batched: bool) -> tuple[int, ...]:
+    """The strides of the elements' numbers, which count in C order; anew at every place of a batch."""
+    steps = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    return (0 if batched else steps[0], *steps[1:])
+
+
+def _variates(shape: tuple[int, ...], dtype: Any, seed: int, offset: int, batched: bool) -> Floats:
+    """The uniform variates of the elements of a shape."""
+    counted = shape[1:] if batched else shape
     with np.errstate(over="ignore"):
-        index = np.arange(count, dtype=np.uint64) + np.uint64(offset)  # modulo 2^64
-    u = uniform(index, seed, ref.work_dtype(dtype))
-    return np.asarray(-ref.log(-ref.log(u))).reshape(shape)
+        index = np.arange(math.prod(counted), dtype=np.uint64) + np.uint64(offset)  # modulo 2^64
+    return np.broadcast_to(uniform(index, seed, ref.work_dtype(dtype)).reshape(counted), shape)
 
 
-def perturbed(logits: Floats, tau: float, seed: int, offset: int) -> Floats:
+def noise(shape: tuple[int, ...], dtype: Any, seed: int = 0, offset: int = 0, batched: bool = False) -> Floats:
+    """The Gumbel variates -log(-log u) of the elements of a shape, in the work type of `dtype`."""
+    return np.asarray(-ref.log(-ref.log(_variates(shape, dtype, seed, offset, batched))))
+
+
+def perturbed(logits: Floats, tau: float, seed: int, offset: int, batched: bool = False) -> Floats:
     """(x + g) * (1 / tau) in the work type."""
     of = ref.work_dtype(logits.dtype)
     with np.errstate(all="ignore"):
-        return np.asarray((ref.widen(logits) + noise(logits.shape, logits.dtype, seed, offset)) * (of(1) / of(tau)))
+        g = noise(logits.shape, logits.dtype, seed, offset, batched)
+        return np.asarray((ref.widen(logits) + g) * (of(1) / of(tau)))
 
 
 def gumbel_softmax(
-    logits: Floats, tau: float = 1.0, hard: bool = False, axis: int = -1, seed: int = 0, offset: int = 0
+    logits: Floats,
+    axis: int = -1,
+    tau: float = 1.0,
+    hard: bool = False,
+    seed: int = 0,
+    offset: int = 0,
+    batched: bool = False,
 ) -> Floats:
     """The bits of gumbel_softmax."""
-    z = perturbed(logits, tau, seed, offset)
+    z = perturbed(logits, tau, seed, offset, batched)
     if not hard or logits.size == 0:
         return ref.narrow(family.softmax(z, axis), logits.dtype)
     m = np.max(z, axis=axis, keepdims=True)
@@ -74,7 +92,7 @@ def gumbel_softmax(
     return ref.narrow(np.where(np.isfinite(m), y, z.dtype.type(np.nan)), logits.dtype)
 
 
-def gumbel_softmax_backward(dy: Floats, y: Floats, tau: float = 1.0, axis: int = -1) -> Floats:
+def gumbel_softmax_backward(dy: Floats, y: Floats, axis: int = -1, tau: float = 1.0) -> Floats:
     """The bits of the gradient of gumbel_softmax for its logits; y is the soft result."""
     if dy.size == 0:
         return np.empty_like(dy)
@@ -91,19 +109,24 @@ def gumbel_softmax_backward(dy: Floats, y: Floats, tau: float = 1.0, axis: int =
 _WIDE = np.longdouble
 
 
-def oracle_perturbed(logits: Floats, tau: float, seed: int, offset: int) -> Floats:
+def oracle_perturbed(logits: Floats, tau: float, seed: int, offset: int, batched: bool = False) -> Floats:
     """The exact perturbed logits for the same variates u, but for the rounding of the wide type."""
-    index = np.arange(logits.size, dtype=np.uint64) + np.uint64(offset)
-    u = uniform(index, seed, ref.work_dtype(logits.dtype)).astype(_WIDE).reshape(logits.shape)
+    u = _variates(logits.shape, logits.dtype, seed, offset, batched).astype(_WIDE)
     return np.asarray((logits.astype(_WIDE) - np.log(-np.log(u))) / _WIDE(tau))
 
 
 def oracle_gumbel_softmax(
-    logits: Floats, tau: float = 1.0, hard: bool = False, axis: int = -1, seed: int = 0, offset: int = 0
+    logits: Floats,
+    axis: int = -1,
+    tau: float = 1.0,
+    hard: bool = False,
+    seed: int = 0,
+    offset: int = 0,
+    batched: bool = False,
 ) -> Floats:
     """The exact gumbel_softmax, but for the rounding of the wide type."""
     with np.errstate(all="ignore"):
-        z = oracle_perturbed(logits, tau, seed, offset)
+        z = oracle_perturbed(logits, tau, seed, offset, batched)
         if not hard:
             return family.oracle_softmax(z, axis)
         m = np.max(z, axis=axis, keepdims=True)
@@ -112,7 +135,7 @@ def oracle_gumbel_softmax(
         return np.where(np.isfinite(m), y, _WIDE(np.nan))
 
 
-def oracle_gumbel_softmax_backward(dy: Floats, y: Floats, tau: float = 1.0, axis: int = -1) -> Floats:
+def oracle_gumbel_softmax_backward(dy: Floats, y: Floats, axis: int = -1, tau: float = 1.0) -> Floats:
     """The exact gradient of gumbel_softmax, but for the rounding of the wide type."""
     with np.errstate(all="ignore"):
         return np.asarray(family.oracle_softmax_backward(dy, y, axis) / _WIDE(tau))

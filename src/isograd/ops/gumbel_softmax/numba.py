@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Gumbel-softmax on the CPU, one row of the axis after the other: noise, softmax, and the gradient."""
 
 from typing import Any
@@ -7,7 +6,8 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from isograd.losses.gumbel_reference import LAST_WORD
+from isograd.core.kernel import launcher
+from isograd.fenv import default_environment
 from isograd.numerics.numba_compile import INLINED, device_function, kernel
 from isograd.numerics.numba_memory import (
     BLOCK,
@@ -39,9 +39,13 @@ from isograd.numerics.numba_sum import (
     sum_scale,
 )
 from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
+from isograd.numerics.reference import work_dtype
+from isograd.ops.gumbel_softmax.reference import LAST_WORD, number_strides
 from isograd.rows.numba_rows import block_exponentials, block_maximum, fill
+from isograd.rows.walk import for_rows
 from isograd.softmax.numba_steps import largest_quotient, quotient, reciprocal, row_shift, term_scale
 
+_LONGEST = (1 << 31) - 1
 _MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _LAST, _ALL = np.uint64(LAST_WORD), np.uint64(0xFFFFFFFFFFFFFFFF)
 _UNIT_32, _HALF_32 = np.float32(2.0**-23), np.float32(2.0**-24)
@@ -173,11 +177,12 @@ def _first_equal(z, n, block, m):
 
 @kernel
 def gumbel_softmax_rows(
-    like, zero, x_address, y_address, shape, x_strides, numbers, y_strides, n, x_stride, number_stride, y_stride,
-    factor, hard, seed, offset, start, stop,
+    like, x_address, y_address, shape, numbers, x_strides, y_strides, n, number_stride, x_stride, y_stride, factor,
+    hard, seed, offset, start, stop,
 ):  # fmt: skip
     """Rows of the result; `numbers` and `number_stride` are the strides of the elements' numbers."""
     x, y = pointer(x_address, like), pointer(y_address, like)
+    zero = work_zero(like)
     block, spare = stack_block(zero), stack_block(zero)
     step = np.uint64(number_stride)
     # A row that is longer than a block keeps its logits, then its exponentials, here.
@@ -283,3 +288,33 @@ def gumbel_softmax_backward_rows(
                 prefetch_read(y, y_ahead + (j + i) * y_stride, y_stride, end - i)
                 _gradient_part(dy, dyj, dy_stride, y, yj, y_stride, i, end, s, factor, block)
             store_block(dx, dxo + j * dx_stride, dx_stride, count, block)
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
+def _too_long(problem: Any) -> str | None:
+    """Rows are counted in 31 bits."""
+    n = problem.shape[problem.axis]
+    return f"a row has {n} elements; at most {_LONGEST}" if n > _LONGEST else None
+
+
+def _factor(tau: float, dtype: Any) -> Any:
+    """1 / tau in the type that is computed in."""
+    of = work_dtype(dtype)
+    with default_environment():
+        return of(1) / of(tau)
+
+
+@launcher("gumbel_softmax", _too_long)
+def gumbel_softmax(problem: Any, logits: Any, y: Any) -> None:
+    """Compute y; it may be the logits."""
+    if y.size:
+        numbers = number_strides(y.shape, problem.batched)
+        settings = (_factor(problem.tau, y.dtype), problem.hard, np.uint64(problem.seed), np.uint64(problem.offset))
+        for_rows(gumbel_softmax_rows, problem.axis, (logits, y), *settings, counted=(numbers,))
+
+
+@launcher("gumbel_softmax_backward", _too_long)
+def gumbel_softmax_backward(problem: Any, dy: Any, y: Any, dx: Any) -> None:
+    """Compute dx; it may be dy or y."""
+    if dx.size:
+        for_rows(gumbel_softmax_backward_rows, problem.axis, (dy, y, dx), _factor(problem.tau, dx.dtype))

@@ -6,15 +6,11 @@ from typing import Any, overload
 
 from numpy.typing import NDArray
 
-from isograd import arrays, functional
-from isograd.losses.promises import checked_flag, checked_integer, checked_scale
-from isograd.losses.simplex_plans import (
-    GumbelSoftmaxBackwardDescriptor,
-    GumbelSoftmaxBackwardPlan,
-    GumbelSoftmaxDescriptor,
-    GumbelSoftmaxPlan,
-)
+from isograd.core import call
+from isograd.ops.gumbel_softmax.operation import GUMBEL_SOFTMAX, GUMBEL_SOFTMAX_BACKWARD
 from isograd.typing import ArrayT, DataT, ScalarT
+
+_gumbel_softmax, _backward = call.function(GUMBEL_SOFTMAX), call.function(GUMBEL_SOFTMAX_BACKWARD)
 
 
 @overload
@@ -40,19 +36,7 @@ def gumbel_softmax(
 
     Raises InvalidProblemError for a wrong axis, rank, tau, seed or offset, UnsupportedError for another dtype.
     """
-    operation = "gumbel_softmax"
-    axis = functional.integer(operation, "axis", axis)
-    hard = checked_flag(operation, "hard", hard)
-    seed, offset = (checked_integer(operation, k, v, 64) for k, v in (("seed", seed), ("offset", offset)))
-    if (tape := functional.tape_of(logits)) is not None:
-        return tape.gumbel_softmax(logits, tau, hard, axis, seed=seed, offset=offset)
-    (x,), restore = functional.inputs(operation, logits=logits)
-    device, dtype = arrays.describe(x, operation, "logits")
-    tau = checked_scale(operation, "tau", tau, dtype)
-    descriptor = GumbelSoftmaxDescriptor(tuple(x.shape), dtype, axis, tau, hard, seed, offset)
-    # Not through the cache of plans: a seed that changes with every call would fill it.
-    plan = GumbelSoftmaxPlan.select(descriptor, device)
-    return restore(functional.run(plan, logits=x, y=functional.empty(tuple(x.shape), dtype, x)))
+    return _gumbel_softmax((logits,), (axis, tau, hard, seed, offset, False))
 
 
 @overload
@@ -69,11 +53,4 @@ def gumbel_softmax_backward(dy: Any, y: Any, tau: float = 1.0, axis: int = -1) -
 
     Raises InvalidProblemError for mismatched shapes or dtypes, a wrong axis or tau.
     """
-    operation = "gumbel_softmax_backward"
-    axis = functional.integer(operation, "axis", axis)
-    (g, p), restore = functional.inputs(operation, dy=dy, y=y)
-    device, dtype = arrays.describe(p, operation, "y")
-    tau = checked_scale(operation, "tau", tau, dtype)
-    descriptor = GumbelSoftmaxBackwardDescriptor(tuple(p.shape), dtype, axis, tau)
-    plan = functional.plan(GumbelSoftmaxBackwardPlan, descriptor, device)
-    return restore(functional.run(plan, dy=g, y=p, dx=functional.empty(tuple(p.shape), dtype, p)))
+    return _backward((dy, y), (axis, tau))

@@ -1,0 +1,1 @@
+"""Gumbel-softmax: a relaxed sample of a categorical distribution."""
