@@ -1,8 +1,10 @@
 """The Triton kernels of `isograd.ops`: the reference's bits in Triton's interpreter, and code for GPUs not there."""
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -62,9 +64,21 @@ def test_amd(name: str) -> None:
     check_compiled(name, "rows", "gfx942")
 
 
+def kernels_of(name: str, problem: str, target: str) -> dict[str, Any]:
+    """What an operation launches, compiled; but for softmax, which is compiled as an operation itself."""
+    launch, module = call(name, problem), module_of(name)
+    others = [f for f in ("softmax", "softmax_backward") if hasattr(module, f) and not name.startswith("softmax")]
+    with contextlib.ExitStack() as stack:
+        for function in others:
+            stack.enter_context(mock.patch.object(module, function))
+        found = triton_targets.kernels_of(target, launch, rows, module)
+    if not found and others:
+        pytest.skip("it has no kernel of its own")
+    return found
+
+
 def check_compiled(name: str, problem: str, target: str) -> None:
-    launch = call(name, problem)
-    found = triton_targets.kernels_of(target, launch, rows, module_of(name))
+    found = kernels_of(name, problem, target)
     assert found
     for kernel_name, compiled in found.items():
         need = resources(compiled)
@@ -78,8 +92,7 @@ def check_compiled(name: str, problem: str, target: str) -> None:
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("target", sorted(TARGETS.keys() - {"sm_90", "gfx942"}))
 def test_compiles_elsewhere(name: str, target: str) -> None:
-    launch = call(name, "rows")
-    assert triton_targets.kernels_of(target, launch, rows, module_of(name))
+    assert kernels_of(name, "rows", target)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 import isograd as ig
 from isograd.losses import divergence_reference
-from isograd.ops.gumbel_softmax import reference as gumbel_reference
 from isograd.numerics import reference as numerics
 from isograd.numerics.numba_memory import BLOCK
+from isograd.ops.gumbel_softmax import reference as gumbel_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in cast:RuntimeWarning")
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)

@@ -19,7 +19,7 @@ class TritonDivergence(TritonKernel):
     def sku(self, descriptor: Any) -> KernelSku:
         """The kernel's identity."""
         bound = divergence_bounds.error_bound(descriptor.operation, descriptor.dtype)
-        return family_sku(descriptor, "losses", bound, False, self.backend, architecture())
+        return family_sku(descriptor, "losses", bound, self.backend, architecture())
 
     def compute(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any) -> None:
         """Launch on the current stream of the tensors' device."""

@@ -1,4 +1,4 @@
-"""What the descriptors and kernels of divergences and gumbel_softmax have in common."""
+"""What the descriptors and kernels of divergences have in common."""
 
 import math
 from collections.abc import Callable
@@ -39,27 +39,9 @@ def checked_scale(operation: str, argument: str, value: Any, dtype: str) -> floa
     return number
 
 
-def checked_integer(operation: str, argument: str, value: Any, bits: int) -> int:
-    """An integer from 0 to 2**bits - 1, or InvalidProblemError."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 0 <= value < 1 << bits:
-        raise InvalidProblemError(f"{operation}: {argument} is {value!r}; accepted: integers from 0 to 2^{bits} - 1")
-    return int(value)
-
-
-def signed(word: int) -> int:
-    """A word of 64 bits as the signed integer that an operator's schema holds.
-
-    A symbol of torch.compile's counts as one of int64, though larger numbers reach its place: no condition may ask.
-    """
-    return (word + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
 # --- identity of kernels ---------------------------------------------------------------------------------------------
-def family_sku(descriptor: Any, category: str, bound: ErrorBound, ordered: bool, backend: str, arch: str) -> KernelSku:
-    """The identity of a kernel with what every kernel promises: the bits of the reference.
-
-    ordered: whether the place of an element matters, as it does to noise that belongs to places.
-    """
+def family_sku(descriptor: Any, category: str, bound: ErrorBound, backend: str, arch: str) -> KernelSku:
+    """The identity of a kernel with what every kernel promises: the bits of the reference."""
     work = compute_dtype(descriptor.dtype)
     guarantee = PrecisionGuarantee(
         math_precision=work,
@@ -67,7 +49,7 @@ def family_sku(descriptor: Any, category: str, bound: ErrorBound, ordered: bool,
         deterministic=True,
         bit_stable_on_same_hardware=True,
         batch_invariant=True,
-        order_invariant=not ordered,
+        order_invariant=True,
         bit_stable_across_hardware=True,
         error_bound=bound,
     )
@@ -82,10 +64,10 @@ class NumbaKernel(Kernel):
     name = "numba"
     backend = "numba"
 
-    def __init__(self, category: str, bound: Callable[[str, str], ErrorBound], ordered: bool = False) -> None:
-        self._category, self._bound, self._ordered = category, bound, ordered
+    def __init__(self, category: str, bound: Callable[[str, str], ErrorBound]) -> None:
+        self._category, self._bound = category, bound
 
     def sku(self, descriptor: Any) -> KernelSku:
         """The kernel's identity."""
         bound = self._bound(descriptor.operation, descriptor.dtype)
-        return family_sku(descriptor, self._category, bound, self._ordered, self.backend, "cpu")
+        return family_sku(descriptor, self._category, bound, self.backend, "cpu")

@@ -10,8 +10,8 @@ from torch import Tensor
 from isograd.attention import problem
 from isograd.attention.descriptors import DIM_STEP, LEAST_DIM, MOST_DIM
 from isograd.attention.options import AttentionOptions, Window, default_scale
+from isograd.core.attributes import Word, signed
 from isograd.errors import DeviceMismatchError, InvalidProblemError, UnsupportedError
-from isograd.losses.promises import checked_integer, signed
 from isograd.torch.indexing import enter
 from isograd.torch.ops_attention import ATTENTION
 from isograd.torch.tensors import require_dense, require_tensor
@@ -78,7 +78,7 @@ def _seed(name: str, dropout_p: float, seed: int | None, device: torch.device) -
     if not dropout_p:
         return None
     if seed is not None:
-        word = checked_integer(name, "seed", seed, 64)
+        word = Word().plain(name, "seed", seed)
         if not torch.compiler.is_compiling():
             return torch.tensor(signed(word), device="cpu")
         # In halves: inductor computes a symbol's in int64, where the constants that wrap a whole word are too large.
