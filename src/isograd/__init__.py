@@ -56,6 +56,7 @@ with default_environment():
         MisalignedOperandError,
         MissingGradientError,
         RecordingError,
+        TraceFileError,
         UnsupportedError,
         WorkspaceTooSmallError,
     )
@@ -293,6 +294,7 @@ __all__ = [
     "Tape",
     "TopKDescriptor",
     "TopKPlan",
+    "TraceFileError",
     "UnsupportedError",
     "Variable",
     "WorkspaceTooSmallError",

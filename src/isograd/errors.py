@@ -33,6 +33,10 @@ class RecordingError(IsogradError, RuntimeError):
     """An encoder used out of turn, a result read before its recording was submitted, or an argument freed since."""
 
 
+class TraceFileError(IsogradError, OSError):
+    """A trace that cannot be written, or a file that is none."""
+
+
 class DeviceMismatchError(IsogradError, ValueError):
     """Arguments on different devices, or on another device than the plan's."""
 

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 import isograd
 from isograd.cli.bench import bench
 from isograd.cli.demo import demo
+from isograd.cli.diff import diff
 from isograd.cli.kernels import kernels
 from isograd.cli.progress import message_console, spell_out
 from isograd.cli.verify import verify
@@ -58,5 +59,5 @@ def _options(
     pass
 
 
-for _command in (verify, warmup, kernels, bench, demo):
+for _command in (verify, warmup, kernels, bench, demo, diff):
     app.command()(_command)

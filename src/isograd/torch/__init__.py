@@ -16,6 +16,7 @@ have all those of linear operations; other second derivatives are written with t
 torch's business and may differ between machines.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 try:
@@ -48,6 +49,7 @@ from isograd.torch.routing import (
 
 if TYPE_CHECKING:
     from isograd.torch.switch import Report, Switch, use
+    from isograd.torch.tracing import Trace, trace
 
 __all__ = [
     "CrossEntropyLoss",
@@ -56,6 +58,7 @@ __all__ = [
     "Report",
     "Softmax",
     "Switch",
+    "Trace",
     "attention",
     "cross_entropy",
     "distillation_loss",
@@ -81,16 +84,21 @@ __all__ = [
     "softmax_backward",
     "take_along_dim",
     "topk",
+    "trace",
     "use",
 ]
 __all__ += exported.__all__
 
 
-def __getattr__(name: str) -> Any:
-    """The switch, whose module loads torch._dynamo, when it is asked for."""
-    if name not in ("Report", "Switch", "use"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from isograd.torch import switch
+# Names whose modules load torch._dynamo, which takes its time: they are imported when they are asked for.
+_LATE = {"Report": "switch", "Switch": "switch", "use": "switch", "Trace": "tracing", "trace": "tracing"}
 
-    globals().update(Report=switch.Report, Switch=switch.Switch, use=switch.use)
-    return globals()[name]
+
+def __getattr__(name: str) -> Any:
+    """What is imported late."""
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"isograd.torch.{_LATE[name]}")
+    found = {late: getattr(module, late) for late, place in _LATE.items() if place == _LATE[name]}
+    globals().update(found)
+    return found[name]
