@@ -1,4 +1,4 @@
-"""Who watches the launches of kernels on a GPU: `torch/replay.py`, to repeat them."""
+"""Who watches the launches of kernels: `torch/replay.py`, to repeat those on a GPU, and `torch/auditing.py`."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -19,6 +19,7 @@ class Watcher(Protocol):
 
 class _Current(threading.local):
     watcher: Watcher | None = None
+    plans: list[Any] | None = None
 
 
 _current = _Current()
@@ -39,6 +40,27 @@ class watched:  # noqa: N801 - a block
         _current.watcher = self._before
 
     __exit__ = BlockEnd(_restore)
+
+
+class planning:  # noqa: N801 - a block
+    """Collect the plans that this thread launches for torch's operators in the block; nothing is replayed in it."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> list[Any]:
+        self._before, _current.plans = _current.plans, []
+        return _current.plans
+
+    def _restore(self, *error: object) -> None:
+        if hasattr(self, "_before"):
+            _current.plans = self._before
+
+    __exit__ = BlockEnd(_restore)
+
+
+def plans() -> list[Any] | None:
+    """Where the plans of this thread are collected."""
+    return _current.plans
 
 
 def watcher() -> Watcher | None:

@@ -48,10 +48,13 @@ from isograd.torch.routing import (
 )
 
 if TYPE_CHECKING:
+    from isograd.torch.audit_report import Audit
+    from isograd.torch.auditing import audit
     from isograd.torch.switch import Report, Switch, use
     from isograd.torch.tracing import Trace, trace
 
 __all__ = [
+    "Audit",
     "CrossEntropyLoss",
     "KLDivLoss",
     "LogSoftmax",
@@ -60,6 +63,7 @@ __all__ = [
     "Switch",
     "Trace",
     "attention",
+    "audit",
     "cross_entropy",
     "distillation_loss",
     "embedding",
@@ -91,7 +95,15 @@ __all__ += exported.__all__
 
 
 # Names whose modules load torch._dynamo, which takes its time: they are imported when they are asked for.
-_LATE = {"Report": "switch", "Switch": "switch", "use": "switch", "Trace": "tracing", "trace": "tracing"}
+_LATE = {
+    "Audit": "audit_report",
+    "Report": "switch",
+    "Switch": "switch",
+    "Trace": "tracing",
+    "audit": "auditing",
+    "trace": "tracing",
+    "use": "switch",
+}
 
 
 def __getattr__(name: str) -> Any:
