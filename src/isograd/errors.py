@@ -37,6 +37,10 @@ class TraceFileError(IsogradError, OSError):
     """A trace that cannot be written, or a file that is none."""
 
 
+class StepError(IsogradError, RuntimeError):
+    """A step of a distributed run that cannot be finished, such as one without a whole backward pass."""
+
+
 class DeviceMismatchError(IsogradError, ValueError):
     """Arguments on different devices, or on another device than the plan's."""
 

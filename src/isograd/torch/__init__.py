@@ -48,6 +48,7 @@ from isograd.torch.routing import (
 )
 
 if TYPE_CHECKING:
+    from isograd.torch import distributed
     from isograd.torch.audit_report import Audit
     from isograd.torch.auditing import audit
     from isograd.torch.switch import Report, Switch, use
@@ -66,6 +67,7 @@ __all__ = [
     "audit",
     "cross_entropy",
     "distillation_loss",
+    "distributed",
     "embedding",
     "expert_counts",
     "expert_permutation",
@@ -108,6 +110,8 @@ _LATE = {
 
 def __getattr__(name: str) -> Any:
     """What is imported late."""
+    if name == "distributed":
+        return importlib.import_module("isograd.torch.distributed")
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"isograd.torch.{_LATE[name]}")

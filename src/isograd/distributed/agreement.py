@@ -1,0 +1,50 @@
+"""Whether ranks agree: a digest of what each has, compared before anything is added up."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from isograd.errors import InvalidProblemError, IsogradError
+
+_WORDS = 4
+
+
+def _digest(what: Any) -> list[int]:
+    found = hashlib.sha256(repr(what).encode()).digest()
+    return [int.from_bytes(found[8 * i : 8 * i + 8], "little", signed=True) for i in range(_WORDS)]
+
+
+def agree(
+    name: str, groups: Sequence[Any], device: torch.device, failed: IsogradError | None, what: Mapping[str, Any]
+) -> None:
+    """Raise on every rank of the groups unless all have the same; a collective call.
+
+    failed: the error that this rank is about to raise, which the others are told of.
+    """
+    mine = [word for value in what.values() for word in ([0] * _WORDS if failed else _digest(value))]
+    words = torch.tensor(mine, dtype=torch.int64, device=device)
+    differing: dict[str, list[int]] = {}
+    broken: list[int] = []
+    for group in groups:
+        everyone = [torch.empty_like(words) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everyone, words, group=group)
+        ranks = dist.get_process_group_ranks(group)
+        found = [w.tolist() for w in everyone]
+        broken += [rank for rank, theirs in zip(ranks, found, strict=True) if not any(theirs)]
+        if broken:
+            continue
+        for i, key in enumerate(what):
+            first, *others = (theirs[_WORDS * i : _WORDS * (i + 1)] for theirs in found)
+            ranks_that_differ = [rank for rank, w in zip(ranks[1:], others, strict=True) if w != first]
+            if ranks_that_differ:
+                differing[key] = ranks_that_differ
+    if failed is not None:
+        raise failed
+    if broken:
+        raise InvalidProblemError(f"{name}: refused on rank {', '.join(map(str, broken))}, whose error says why")
+    if differing:
+        said = "; ".join(f"{key} of rank {', '.join(map(str, ranks))}" for key, ranks in differing.items())
+        raise InvalidProblemError(f"{name}: {said} differ from those of the first rank; expected the same on all ranks")
