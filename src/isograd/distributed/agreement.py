@@ -26,25 +26,23 @@ def agree(
     """
     mine = [word for value in what.values() for word in ([0] * _WORDS if failed else _digest(value))]
     words = torch.tensor(mine, dtype=torch.int64, device=device)
-    differing: dict[str, list[int]] = {}
     broken: list[int] = []
+    apart: list[tuple[str, list[int]]] = []
     for group in groups:
         everyone = [torch.empty_like(words) for _ in range(dist.get_world_size(group))]
         dist.all_gather(everyone, words, group=group)
         ranks = dist.get_process_group_ranks(group)
-        found = [w.tolist() for w in everyone]
+        found = [theirs.tolist() for theirs in everyone]
         broken += [rank for rank, theirs in zip(ranks, found, strict=True) if not any(theirs)]
-        if broken:
-            continue
         for i, key in enumerate(what):
             first, *others = (theirs[_WORDS * i : _WORDS * (i + 1)] for theirs in found)
-            ranks_that_differ = [rank for rank, w in zip(ranks[1:], others, strict=True) if w != first]
-            if ranks_that_differ:
-                differing[key] = ranks_that_differ
+            if other := [rank for rank, theirs in zip(ranks[1:], others, strict=True) if theirs != first]:
+                apart.append((key, other))
     if failed is not None:
         raise failed
     if broken:
         raise InvalidProblemError(f"{name}: refused on rank {', '.join(map(str, broken))}, whose error says why")
-    if differing:
-        said = "; ".join(f"{key} of rank {', '.join(map(str, ranks))}" for key, ranks in differing.items())
-        raise InvalidProblemError(f"{name}: {said} differ from those of the first rank; expected the same on all ranks")
+    if apart:
+        key, other = apart[0]
+        ranks_said = ", ".join(map(str, other))
+        raise InvalidProblemError(f"{name}: {key} of rank {ranks_said} differ from the first rank's; expected the same")

@@ -94,7 +94,7 @@ class GradientSum:
         self._mesh: Any = getattr(first, "device_mesh", None) if self._modules else None
         self._mesh_group = None if self._mesh is None or self._mesh.ndim != 1 else self._mesh.get_group()
         self._groups = [g for g in (self._mesh_group, self._group) if g is not None]
-        self._bucket_bytes, self._step = bucket_bytes, 0
+        self._bucket_bytes = bucket_bytes
         self._handles: list[Any] = []
         self._passes = Passes(self._ended)
         self._unread: tuple[Any, Tensor, GradientReport] | None = None
@@ -114,22 +114,22 @@ class GradientSum:
             ddp.require_backward_grad_sync = False
 
     # --- construction ------------------------------------------------------------------------------------------------
-    def _set_up(self, name: str, check: Callable[[], tuple[int, list[Setting]]]) -> None:
-        """Agree with the other ranks on what `check` returns, the step and the settings; then lay out the totals.
+    def _set_up(self, name: str, check: Callable[[], list[Setting]]) -> None:
+        """Agree with the other ranks on parameters and on the settings of `check`; then lay out the totals.
 
         An error of `check` is raised on the other ranks as well, which would wait for this one.
         """
         failed: IsogradError | None = None
-        step, settings, groups = 0, list[Setting](), list[tuple[Any, tuple[str, ...]]]()
+        settings, groups = list[Setting](), list[tuple[Any, tuple[str, ...]]]()
         try:
-            step, settings = check()
+            settings = check()
             groups = self._reduced_together(name, dict(zip(self._named, settings, strict=True)))
         except IsogradError as error:
             failed = error
         parameters = [(n, tuple(p.shape), str(p.dtype), p.stride()) for n, p in self._named.items()]
-        described = {"parameters": parameters, "settings": (step, settings, self._bucket_bytes)}
+        described = {"parameters": parameters, "settings": (settings, self._bucket_bytes)}
         agree(name, self._groups, self._device, failed, described)
-        self._step, self._settings = step, dict(zip(self._named, settings, strict=True))
+        self._settings = dict(zip(self._named, settings, strict=True))
         # Each group of parameters has a peak: one parameter, or those that FSDP2 reduces at once.
         self._members = [names for _, names in groups]
         slots = [
@@ -151,9 +151,7 @@ class GradientSum:
         self._limits = torch.tensor(limits, dtype=torch.float64, device=self._device)
         self._begin()
 
-    def _checked(
-        self, units: int | None, quantum: Exponents | None, limit: Exponents | None
-    ) -> tuple[int, list[Setting]]:
+    def _checked(self, units: int | None, quantum: Exponents | None, limit: Exponents | None) -> list[Setting]:
         """Raise for what cannot be summed."""
         if self._group is not None and (
             not isinstance(self._group, dist.ProcessGroup) or dist.get_rank(self._group) < 0
@@ -164,6 +162,9 @@ class GradientSum:
         if not self._named:
             raise InvalidProblemError(f"{_NAME}: model has no parameters that require gradients")
         self.units = units
+        for option in ("static_graph", "mixed_precision"):
+            if getattr(self._ddp, option, None):
+                raise UnsupportedError(f"{_NAME}: model is DistributedDataParallel({option}=...); accepted: without")
         for name, p in self._named.items():
             what = f"{_NAME}: parameter {name!r}"
             if p.dtype not in _DTYPES:
@@ -180,7 +181,7 @@ class GradientSum:
                 raise InvalidProblemError(f"{what} has a gradient already; call zero_grad() first")
             if hasattr(p, _TAKEN):
                 raise InvalidProblemError(f"{what} belongs to another {_NAME}; call its remove() first")
-        return 0, resolved(_NAME, list(self._named), quantum, limit)
+        return resolved(_NAME, list(self._named), quantum, limit)
 
     def _reduced_together(self, name: str, settings: Mapping[str, Setting]) -> list[tuple[Any, tuple[str, ...]]]:
         """Parameters that are rounded at once: single ones, or with several ranks those of a module of FSDP2's."""
@@ -296,7 +297,7 @@ class GradientSum:
 
         Raises StepError, with a new step begun and no gradients left, if the step cannot be finished: no rank had a
         unit; an exception ended a backward pass; more units than announced; gradients of the step before still in
-        `p.grad`; sparse gradients; ranks in different steps. All ranks raise on the CPU; on GPUs the rank at fault
+        `p.grad`; sparse gradients. All ranks raise on the CPU; on GPUs the rank at fault
         raises and the others' gradients are NaN, as their reports explain.
         """
         self._tell_unread()
@@ -318,34 +319,30 @@ class GradientSum:
             if problem is None and self._device.type == "cpu" and report.problem is not None:
                 problem = report.problem
             if problem is not None:
-                self._next()
+                self._begin()
                 raise StepError(f"{_NAME}.finish: {problem}")
             for bucket in self._buckets:
                 bucket.wait()
                 for slot, gradient in bucket.gradients(header):
                     self._leave(slot.parameter, gradient)
             self._copy_buffers()
-        self._next()
+        self._begin()
         self._look_at(report)
         return report
 
     def _added_up(self, problem: str | None) -> tuple[Tensor, Tensor]:
-        """(units of all ranks, whether gradients are NaN, ranks with a problem, steps apart; which peaks exceed)."""
-        header = torch.empty(4, dtype=torch.int64, device=self._device)
-        for i, value in enumerate((self._counted, 0, int(problem is not None), 0)):
+        """((units of all ranks, whether gradients are NaN, ranks with a problem), which peaks exceed)."""
+        header = torch.empty(3, dtype=torch.int64, device=self._device)
+        for i, value in enumerate((self._counted, 0, int(problem is not None))):
             header[i].fill_(value)  # without the wait of a copy from the host
-        words = self._peaks
-        words[-2].fill_(self._step)
-        words[-1].fill_(-self._step)
+        peaks = self._peaks
         for group in self._groups:
             dist.all_reduce(header, group=group)
-            dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)
-        peaks = words[:-2]
+            dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=group)
         narrow = peaks.to(torch.int32).view(torch.float32).to(torch.float64)
         magnitudes = torch.where(self._wide, peaks.view(torch.float64), narrow)
         exceeded = ~(magnitudes * header[0].to(torch.float64) < self._limits)
-        header[3] = words[-2] + words[-1]
-        header[1] = exceeded.any() | (header[2] != 0) | (header[3] != 0)
+        header[1] = exceeded.any() | (header[2] != 0)
         return header, exceeded
 
     def _leave(self, parameter: Any, gradient: Tensor) -> None:
@@ -384,18 +381,14 @@ class GradientSum:
         if unread is not None and unread[0].query() and int(unread[1]):
             warnings.warn(f"{_NAME}: in an earlier step {unread[2]}", RuntimeWarning, stacklevel=3)
 
-    def _next(self) -> None:
-        self._step += 1
-        self._begin()
-
     def _begin(self) -> None:
         """Nothing added yet."""
         self._passes.forget()
         self._counted = self._ahead = self._taken = 0
         self._problem = self._pending = None
         self._streams = set()
-        # Behind the peaks: the step and its negative, whose maxima over the ranks tell whether all are in one step.
-        self._peaks = torch.zeros(len(self._members) + 2, dtype=torch.int64, device=self._device)
+        # New ones: a report may still look at those before.
+        self._peaks = torch.zeros(len(self._members), dtype=torch.int64, device=self._device)
         for bucket in self._buckets:
             bucket.clear()
 
@@ -430,19 +423,18 @@ class GradientSum:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run needs to go on with the same bits, with any number of ranks: quanta, ranges, steps.
+        """What a run needs to go on with the same bits, with any number of ranks: quanta and ranges.
 
         Raises StepError between the first unit of a step and its `finish`: totals are not part of it.
         """
         self._idle("state_dict")
         return {
-            "step": self._step,
             "quantum": {name: setting.quantum for name, setting in self._settings.items()},
             "range": {name: setting.range for name, setting in self._settings.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take quanta, ranges and the number of steps from a run that may have had another number of ranks.
+        """Take quanta and ranges from a run that may have had another number of ranks.
 
         A collective call. Raises InvalidProblemError for a state of other parameters, and on all ranks where states
         differ; StepError between the first unit of a step and its `finish`.
@@ -450,14 +442,14 @@ class GradientSum:
         name = f"{_NAME}.load_state_dict"
         self._idle("load_state_dict")
 
-        def check() -> tuple[int, list[Setting]]:
-            if not isinstance(state, Mapping) or not {"step", "quantum", "range"} <= set(state):
+        def check() -> list[Setting]:
+            if not isinstance(state, Mapping) or not {"quantum", "range"} <= set(state):
                 raise InvalidProblemError(f"{name}: state is no result of state_dict()")
             if apart := sorted(set(state["quantum"]) ^ set(self._named)):
                 shown = ", ".join(apart[:8])
                 raise InvalidProblemError(f"{name}: state and model differ in the parameters {shown}")
             pairs = [(state["quantum"][n], state["range"][n]) for n in self._named]
-            return int(state["step"]), [checked(name, n, *pair) for n, pair in zip(self._named, pairs, strict=True)]
+            return [checked(name, n, *pair) for n, pair in zip(self._named, pairs, strict=True)]
 
         self._set_up(name, check)
 

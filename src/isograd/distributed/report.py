@@ -32,9 +32,7 @@ class GradientReport:
     @property
     def problem(self) -> str | None:
         """Why the ranks could not be added up."""
-        if self._word(2):
-            return f"{self._word(2)} of the ranks had no whole step"
-        return "the ranks are in different steps" if self._word(3) else None
+        return f"{self._word(2)} of the ranks could not finish the step, and say why" if self._word(2) else None
 
     @property
     def exceeded(self) -> tuple[str, ...]:

@@ -1,0 +1,208 @@
+"""What may go wrong in a step; each function runs on the ranks of a pool and returns what a rank saw."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import isograd.torch as igt
+from isograd.distributed import reference
+
+GradientSum = igt.distributed.GradientSum
+
+
+def small(outputs: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, outputs))
+
+
+def raised(function: Callable[[], Any]) -> tuple[str, str]:
+    """The class and message of what a function raises."""
+    try:
+        function()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def unit(model: nn.Module, seed: int, only_first: bool = False) -> None:
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+    (model[0](x) if only_first else model(x)).square().mean().backward()
+
+
+def gradients(model: nn.Module) -> list[bytes]:
+    return [b"" if p.grad is None else p.grad.numpy().tobytes() for p in model.parameters()]
+
+
+def expected(units: list[tuple[int, bool]]) -> list[bytes]:
+    """The reference's gradients for units of (seed, only the first layer)."""
+    model, each = small(), []
+    for seed, only_first in units:
+        unit(model, seed, only_first)
+        each.append([torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()])
+        model.zero_grad()
+    return [reference.gradient_sum([e[i].numpy() for e in each]).tobytes() for i in range(len(each[0]))]
+
+
+def works(model: nn.Module, total: Any) -> bool:
+    """Whether the next step has the right gradients."""
+    model.zero_grad()
+    ranks = dist.get_world_size(total._group)
+    unit(model, dist.get_rank(total._group))
+    total.finish()
+    return gradients(model) == expected([(rank, False) for rank in range(ranks)])
+
+
+def mismatched(group: Any, what: str) -> list[tuple[str, str]]:
+    """Other parameters or settings on the last rank; then, on all ranks, a sum that works."""
+    last = dist.get_rank(group) == dist.get_world_size(group) - 1
+    model = small(2 if last and what == "shape" else 3)
+    if last and what == "frozen":
+        model[0].bias.requires_grad_(False)
+    given = {
+        "quantum": {"quantum": -40}, "invalid": {"quantum": 999}, "bucket": {"bucket_bytes": 64},
+    }.get(what, {}) if last else {}  # fmt: skip
+    found = raised(lambda: GradientSum(model, group, **given))
+    model = small()
+    return [found, works(model, GradientSum(model, group))]
+
+
+def missing_on_one_rank(group: Any, ahead: bool) -> bool:
+    """The first rank's unit leaves the second layer out."""
+    model, rank, ranks = small(), dist.get_rank(group), dist.get_world_size(group)
+    total = GradientSum(model, group, units=1 if ahead else None, bucket_bytes=64)
+    unit(model, rank, only_first=rank == 0)
+    total.finish()
+    return gradients(model) == expected([(r, r == 0) for r in range(ranks)])
+
+
+def uneven(group: Any, ahead: bool) -> list[Any]:
+    """Three units on the first rank, one on the second, none on others; then none on the first."""
+    model, rank = small(), dist.get_rank(group)
+    own = {0: [0, 1, 2], 1: [3]}.get(rank, [])
+    total = GradientSum(model, group, units=len(own) if ahead else None, bucket_bytes=64)
+    for seed in own:
+        unit(model, seed)
+    report = total.finish()
+    found = [report.units, report.fits, gradients(model) == expected([(s, False) for s in range(4)])]
+    model.zero_grad()
+    total.units = None
+    if rank:
+        unit(model, rank)
+    report = total.finish()
+    ranks = range(1, dist.get_world_size(group))
+    return [*found, report.units, gradients(model) == expected([(r, False) for r in ranks])]
+
+
+def too_large(group: Any, value: float) -> list[Any]:
+    """A gradient outside of the range on the last rank."""
+    model, last = small(), dist.get_rank(group) == dist.get_world_size(group) - 1
+    total = GradientSum(model, group)
+    if last:
+        model[2].bias.register_hook(lambda g: torch.full_like(g, value))
+    unit(model, 1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        report = total.finish()
+    nan = all(p.grad is not None and bool(p.grad.isnan().all()) for p in model.parameters())
+    model[2].bias._backward_hooks = None
+    return [nan, report.fits, report.exceeded, [str(w.message) for w in told], works(model, total)]
+
+
+def twice(group: Any) -> list[Any]:
+    model = small()
+    total = GradientSum(model, group)
+    first = raised(total.finish)
+    unit(model, 0)
+    total.finish()
+    return [first, raised(total.finish), works(model, total)]
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("planted")
+
+
+def broken_backward(group: Any, everywhere: bool, ahead: bool, retry: bool = False) -> list[Any]:
+    """An exception between the layers of a backward pass, on the last rank or on all."""
+    model, last = small(), dist.get_rank(group) == dist.get_world_size(group) - 1
+    total = GradientSum(model, group, units=1 if ahead else None, bucket_bytes=64)
+    if last or everywhere:
+        x = torch.ones(4, 5)
+        first = raised(lambda: model[2](Broken.apply(model[1](model[0](x)))).sum().backward())
+        if retry:  # as if nothing had happened
+            unit(model, 0)
+    else:
+        unit(model, 0)
+        first = ("", "")
+    if everywhere:
+        total.reset()
+        second = ("", "")
+    else:
+        second = raised(total.finish)
+    total.units = None
+    return [first, second, works(model, total)]
+
+
+def more_than_announced(group: Any) -> list[Any]:
+    """A second unit on the last rank after all buckets were sent."""
+    model, last = small(), dist.get_rank(group) == dist.get_world_size(group) - 1
+    total = GradientSum(model, group, units=1)
+    for seed in range(2 if last else 1):
+        unit(model, seed)
+    return [raised(total.finish), works(model, total)]
+
+
+def left_over(group: Any) -> list[Any]:
+    """Nobody called zero_grad on the last rank."""
+    model, last = small(), dist.get_rank(group) == dist.get_world_size(group) - 1
+    total = GradientSum(model, group)
+    unit(model, 0)
+    total.finish()
+    if not last:
+        model.zero_grad()
+    unit(model, 0)
+    return [raised(total.finish), works(model, total)]
+
+
+def fsdp_settings(group: Any) -> list[Any]:
+    """Different quanta in one reduction of FSDP2's, gradients synchronized or not, a gradient outside of the range."""
+    import training
+
+    model = training.made("fsdp", group, dtype=torch.float32)
+    several = raised(lambda: GradientSum(model, quantum={"embedding.weight": -40}))
+    model = training.made("fsdp", group, dtype=torch.float32)
+    total = GradientSum(model, range={"blocks.1.*": -20})
+    model.set_requires_gradient_sync(False)
+    training.loss_of(model, 0, 0).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = total.finish()
+    nan = all(bool(p.grad.to_local().isnan().all()) for p in model.parameters() if p.requires_grad)
+    total.remove()
+    model.zero_grad()
+    training.loss_of(model, 0, 0)  # a model of FSDP2's own again
+    return [several, nan, report.units, report.exceeded, "set_requires_gradient_sync" in vars(model)]
+
+
+def loaded(group: Any) -> list[Any]:
+    """A state that differs on the last rank, one of another model, and one in the middle of a step."""
+    model, last = small(), dist.get_rank(group) == dist.get_world_size(group) - 1
+    total = GradientSum(model, group, quantum=-44)
+    state = total.state_dict()
+    other = {**state, "quantum": {**state["quantum"], "0.bias": -45}, "range": {**state["range"], "0.bias": 3}}
+    different = raised(lambda: total.load_state_dict(other if last else state))
+    wrong = {**state, "quantum": {**state["quantum"], "9.bias": -44}}
+    unknown = raised(lambda: total.load_state_dict(wrong if last else state))
+    unit(model, 0)
+    unfinished = [raised(total.state_dict), raised(lambda: total.load_state_dict(state))]
+    total.finish()
+    return [different, unknown, *unfinished, total.state_dict() == state]

@@ -1,0 +1,163 @@
+"""A tiny transformer that is trained in several ways; runs on the ranks of a pool. The data know no ranks."""
+
+import hashlib
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import isograd.torch as igt
+
+VOCABULARY, WIDTH, LENGTH, ROWS = 13, 8, 6, 2
+UNITS = 8  # in a step, of all ranks
+
+
+class Block(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, dtype=dtype)
+        self.mix = nn.Linear(LENGTH, LENGTH, dtype=dtype)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, dtype=dtype), nn.Linear(2 * WIDTH, WIDTH, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        y = y + self.mix(y.transpose(1, 2)).transpose(1, 2)
+        return x + self.down(nn.functional.gelu(self.up(y)))
+
+
+class Model(nn.Module):
+    """Tied embeddings, a frozen parameter, blocks of two dtypes, and an expert that some units leave out."""
+
+    def __init__(self, checkpoints: bool | None = None, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.checkpoints = checkpoints  # None, or whether they are reentrant
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
+        self.blocks = nn.ModuleList([Block(torch.float32), Block(dtype)])
+        self.expert = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, expert: bool) -> Tensor:
+        x = self.embedding(tokens) * self.scale
+        for block in self.blocks:
+            x = x.to(block.norm.weight.dtype)
+            x = x if self.checkpoints is None else checkpoint(block, x, use_reentrant=self.checkpoints)
+            x = x if self.checkpoints is not None else block(x)
+        x = x.float()
+        return self.head(x + self.expert(x) if expert else x)
+
+
+def unit(step: int, index: int) -> tuple[Tensor, Tensor, bool]:
+    random = torch.Generator().manual_seed(1000 * step + index)
+    tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=random)
+    return tokens[:, :-1], tokens[:, 1:], index % 3 != 1
+
+
+def loss_of(model: Any, step: int, index: int) -> Tensor:
+    tokens, targets, expert = unit(step, index)
+    logits = model(tokens, expert)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / (ROWS * LENGTH)
+
+
+def made(kind: str, group: Any, checkpoints: bool | None = None, dtype: torch.dtype = torch.bfloat16) -> Any:
+    torch.manual_seed(0)
+    model = Model(checkpoints, dtype)
+    if kind.startswith("ddp"):
+        options = {"find_unused": {"find_unused_parameters": True}, "static": {"static_graph": True}}
+        extra = options.get(kind.removeprefix("ddp").lstrip("_"), {})
+        return nn.parallel.DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.001, **extra)
+    if kind == "fsdp":
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = DeviceMesh.from_group(group, "cpu", mesh=list(range(dist.get_world_size(group))))
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh)
+    return model
+
+
+def whole(tensor: Any) -> Tensor:
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found.detach()
+
+
+def digest(model: Any) -> str:
+    found = hashlib.sha256()
+    for name, parameter in sorted(model.state_dict().items()):
+        found.update(name.removeprefix("module.").encode())
+        found.update(whole(parameter).contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+class Momentum:
+    """p -= RN(rate * m), m = RN(RN(0.9 m) + g): one rounding an operation, so that shards have the same bits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.state = [torch.zeros_like(p) for p in self.parameters]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p, m in zip(self.parameters, self.state, strict=True):
+            if p.grad is not None:
+                m.mul_(0.9)
+                m.add_(p.grad)
+                p.sub_(m * 0.1)
+                p.grad = None
+
+
+def steps_of(group: Any, model: Any, total: Any, optimizer: Momentum, steps: range, no_sync: bool = False) -> None:
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    own = range(rank, UNITS, ranks)
+    for step in steps:
+        for i in own:
+            with model.no_sync() if no_sync and i != own[-1] else nullcontext():
+                loss_of(model, step, i).backward()
+        total.finish()
+        optimizer.step()
+
+
+def train(
+    group: Any, kind: str, steps: int = 3, ahead: bool = False, checkpoints: bool | None = None, **settings: Any
+) -> str:
+    """The digest of the weights after some steps, gradients by GradientSum."""
+    model = made(kind.removesuffix("_no_sync"), group, checkpoints)
+    given = {} if kind.startswith(("ddp", "fsdp")) else {"group": group}
+    announced = UNITS // dist.get_world_size(group) if ahead else None
+    total = igt.distributed.GradientSum(model, **given, units=announced, **settings)
+    steps_of(group, model, total, Momentum(model), range(steps), no_sync=kind.endswith("_no_sync"))
+    return digest(model)
+
+
+def train_with_torch(group: Any, steps: int = 3) -> str:
+    """The same with the gradients that autograd and DDP add up in floats."""
+    model = made("ddp_find_unused", group)
+    optimizer = Momentum(model)
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    own = range(rank, UNITS, ranks)
+    for step in range(steps):
+        for i in own:
+            with model.no_sync() if i != own[-1] else nullcontext():
+                (loss_of(model, step, i) / len(own)).backward()
+        optimizer.step()
+    return digest(model)
+
+
+def resume(group: Any, state: Any = None, steps: tuple[int, int] = (0, 2)) -> Any:
+    """(digest, everything that a run needs to go on) after some steps, from such a state or the beginning."""
+    model = made("plain", group)
+    total = igt.distributed.GradientSum(model, group, quantum={"head*": -40, "*": -44}) if state is None else None
+    optimizer = Momentum(model)
+    if state is not None:
+        total = igt.distributed.GradientSum(model, group)
+        model.load_state_dict(state["model"])
+        total.load_state_dict(state["total"])
+        optimizer.state = state["optimizer"]
+    steps_of(group, model, total, optimizer, range(*steps))
+    return digest(model), {
+        "model": model.state_dict(), "total": total.state_dict(), "optimizer": optimizer.state,
+    }  # fmt: skip
