@@ -150,7 +150,7 @@ def train_with_torch(group: Any, steps: int = 3) -> str:
 def resume(group: Any, state: Any = None, steps: tuple[int, int] = (0, 2)) -> Any:
     """(digest, everything that a run needs to go on) after some steps, from such a state or the beginning."""
     model = made("plain", group)
-    total = igt.distributed.GradientSum(model, group, quantum={"head*": -40, "*": -44}) if state is None else None
+    total = igt.distributed.GradientSum(model, group, quantum={"embed*": -40, "*": -44}) if state is None else None
     optimizer = Momentum(model)
     if state is not None:
         total = igt.distributed.GradientSum(model, group)

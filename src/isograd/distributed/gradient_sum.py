@@ -80,6 +80,8 @@ class GradientSum:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InvalidProblemError(f"{_NAME}: model is a {type(model).__name__}; expected a torch.nn.Module")
+        if group is not None and (not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0):
+            raise InvalidProblemError(f"{_NAME}: group is {group!r}; expected a process group with this rank")
         ddp, plain = _unwrapped(model)
         self._ddp = ddp
         self._modules = sharded.fsdp_modules(plain)
@@ -153,10 +155,6 @@ class GradientSum:
 
     def _checked(self, units: int | None, quantum: Exponents | None, limit: Exponents | None) -> list[Setting]:
         """Raise for what cannot be summed."""
-        if self._group is not None and (
-            not isinstance(self._group, dist.ProcessGroup) or dist.get_rank(self._group) < 0
-        ):
-            raise InvalidProblemError(f"{_NAME}: group is {self._group!r}; expected a process group with this rank")
         if not isinstance(self._bucket_bytes, int) or self._bucket_bytes < 1:
             raise InvalidProblemError(f"{_NAME}: bucket_bytes is {self._bucket_bytes!r}; expected a positive integer")
         if not self._named:
