@@ -156,7 +156,7 @@ def resume(group: Any, state: Any = None, steps: tuple[int, int] = (0, 2)) -> An
         total = igt.distributed.GradientSum(model, group)
         model.load_state_dict(state["model"])
         total.load_state_dict(state["total"])
-        optimizer.state = state["optimizer"]
+        optimizer.state = [m.clone() for m in state["optimizer"]]  # what came lies in memory that ranks share
     steps_of(group, model, total, optimizer, range(*steps))
     return digest(model), {
         "model": model.state_dict(), "total": total.state_dict(), "optimizer": optimizer.state,
