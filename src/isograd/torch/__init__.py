@@ -96,13 +96,14 @@ __all__ = [
 __all__ += exported.__all__
 
 
-# Names whose modules load torch._dynamo, which takes its time: they are imported when they are asked for.
+# Names whose modules load what few programs need, torch._dynamo for one: they are imported when they are asked for.
 _LATE = {
     "Audit": "audit_report",
     "Report": "switch",
     "Switch": "switch",
     "Trace": "tracing",
     "audit": "auditing",
+    "distributed": "distributed",
     "trace": "tracing",
     "use": "switch",
 }
@@ -110,11 +111,9 @@ _LATE = {
 
 def __getattr__(name: str) -> Any:
     """What is imported late."""
-    if name == "distributed":
-        return importlib.import_module("isograd.torch.distributed")
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"isograd.torch.{_LATE[name]}")
-    found = {late: getattr(module, late) for late, place in _LATE.items() if place == _LATE[name]}
+    found = {late: getattr(module, late, module) for late, place in _LATE.items() if place == _LATE[name]}
     globals().update(found)
     return found[name]
