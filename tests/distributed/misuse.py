@@ -206,3 +206,43 @@ def loaded(group: Any) -> list[Any]:
     unfinished = [raised(total.state_dict), raised(lambda: total.load_state_dict(state))]
     total.finish()
     return [different, unknown, *unfinished, total.state_dict() == state]
+
+
+def sums_on_gpu(group: Any) -> list[bool]:
+    """On GPUs: other numbers of units, a missing gradient, one that does not fit, and an exception on one rank."""
+    rank, found = dist.get_rank(group), []
+    model = small().cuda()
+    total = GradientSum(model, group, bucket_bytes=64)
+    zeros = [torch.zeros_like(p) for p in model.parameters()]
+
+    def add(values: list[float], only: int | None = None) -> None:
+        """A unit whose gradients are a number."""
+        for value in values:
+            taken = [p for i, p in enumerate(model.parameters()) if only is None or i == only]
+            torch.autograd.backward([p * 1 for p in taken], [torch.full_like(p, value) for p in taken])
+
+    def right(*means: float) -> bool:
+        model_has = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        means = means if len(means) > 1 else means * len(zeros)
+        return all(torch.equal(g, z + m) for g, z, m in zip(model_has, zeros, means, strict=True))
+
+    add([1.0, 2.0, 3.0] if rank == 0 else [6.0])
+    total.finish()
+    found.append(right(3.0))
+    add([4.0], only=None if rank else 1)
+    total.finish()
+    found.append(right(2.0, 4.0, 2.0, 2.0))
+    add([float("nan") if rank else 1.0])
+    found.append(len(total.finish().exceeded) == 4)
+    model.zero_grad()
+    add([1.0])
+    if rank:
+        raised(lambda: Broken.apply(next(model.parameters()) * 1).sum().backward())
+        total._passes._tasks.add(-1)  # as an exception behind the first gradient leaves it
+        said = raised(total.finish)
+        found.append("an exception ended a backward pass" in said[1])
+    else:
+        report = total.finish()
+        found.append(report.problem is not None and not report.fits)
+    return found

@@ -1,4 +1,4 @@
-"""Processes of one Gloo group that run functions together, for tests; every call has a time limit."""
+"""Processes of one group that run functions together, for tests; every call has a time limit."""
 
 import importlib
 import multiprocessing
@@ -12,14 +12,18 @@ from typing import Any
 TIMEOUT = 120.0  # seconds for a call, the start of the processes and the compilation of kernels included
 
 
-def _serve(rank: int, size: int, store: str, connection: Any) -> None:
+def _serve(rank: int, size: int, store: str, backend: str, connection: Any) -> None:
     """Run what comes, in the group of all ranks; `groups[n]` has the first n."""
     sys.path.insert(0, str(Path(__file__).parent))
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        torch.use_deterministic_algorithms(True)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
     groups = {n: dist.new_group(list(range(n))) for n in range(1, size + 1)}
     while (task := connection.recv()) is not None:
         module, name, arguments, n = task
@@ -34,12 +38,12 @@ def _serve(rank: int, size: int, store: str, connection: Any) -> None:
 class Ranks:
     """So many processes; `run` calls a function of a module on the first n of them."""
 
-    def __init__(self, size: int, folder: Path) -> None:
+    def __init__(self, size: int, folder: Path, backend: str = "gloo") -> None:
         context = multiprocessing.get_context("spawn")
         pipes = [context.Pipe() for _ in range(size)]
         self._pipes = [mine for mine, _ in pipes]
         self._processes = [
-            context.Process(target=_serve, args=(rank, size, str(folder / "store"), theirs), daemon=True)
+            context.Process(target=_serve, args=(rank, size, str(folder / "store"), backend, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in self._processes:

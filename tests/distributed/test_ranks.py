@@ -61,6 +61,11 @@ def test_checkpoints_change_no_bit(two: Any, digest: str, kind: str, reentrant: 
 
 
 @pytest.mark.thorough
+def test_replicas_of_shards(four: Any) -> None:
+    assert set(four.run("training", "train_replicas", 4)) == set(four.run("training", "train", 1, kind="plain"))
+
+
+@pytest.mark.thorough
 def test_torchs_gradients_depend_on_the_ranks(four: Any) -> None:
     found = [four.run("training", "train_with_torch", n)[0] for n in (1, 2, 4)]
     assert len(set(found)) == 3

@@ -57,15 +57,24 @@ def unit(step: int, index: int) -> tuple[Tensor, Tensor, bool]:
     return tokens[:, :-1], tokens[:, 1:], index % 3 != 1
 
 
-def loss_of(model: Any, step: int, index: int) -> Tensor:
+def loss_of(model: Any, step: int, index: int, by_step: bool = False) -> Tensor:
+    """The loss of a unit. by_step: the steps decide whether the expert is left out, not the units."""
     tokens, targets, expert = unit(step, index)
+    if by_step:
+        expert = step % 2 == 0
+    device = next(model.parameters()).device
+    tokens, targets = tokens.to(device), targets.to(device)
     logits = model(tokens, expert)
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / (ROWS * LENGTH)
 
 
+def device_of(group: Any) -> str:
+    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+
+
 def made(kind: str, group: Any, checkpoints: bool | None = None, dtype: torch.dtype = torch.bfloat16) -> Any:
     torch.manual_seed(0)
-    model = Model(checkpoints, dtype)
+    model = Model(checkpoints, dtype).to(device_of(group))
     if kind.startswith("ddp"):
         options = {"find_unused": {"find_unused_parameters": True}, "static": {"static_graph": True}}
         extra = options.get(kind.removeprefix("ddp").lstrip("_"), {})
@@ -74,7 +83,7 @@ def made(kind: str, group: Any, checkpoints: bool | None = None, dtype: torch.dt
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = DeviceMesh.from_group(group, "cpu", mesh=list(range(dist.get_world_size(group))))
+        mesh = DeviceMesh.from_group(group, device_of(group), mesh=list(range(dist.get_world_size(group))))
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh)
     return model
@@ -89,7 +98,7 @@ def digest(model: Any) -> str:
     found = hashlib.sha256()
     for name, parameter in sorted(model.state_dict().items()):
         found.update(name.removeprefix("module.").encode())
-        found.update(whole(parameter).contiguous().view(torch.uint8).numpy().tobytes())
+        found.update(whole(parameter).contiguous().cpu().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
@@ -110,26 +119,53 @@ class Momentum:
                 p.grad = None
 
 
-def steps_of(group: Any, model: Any, total: Any, optimizer: Momentum, steps: range, no_sync: bool = False) -> None:
+def steps_of(
+    group: Any, model: Any, total: Any, optimizer: Momentum, steps: range, no_sync: bool = False, by_step: bool = False
+) -> None:
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     own = range(rank, UNITS, ranks)
     for step in steps:
         for i in own:
             with model.no_sync() if no_sync and i != own[-1] else nullcontext():
-                loss_of(model, step, i).backward()
+                loss_of(model, step, i, by_step).backward()
         total.finish()
         optimizer.step()
 
 
 def train(
-    group: Any, kind: str, steps: int = 3, ahead: bool = False, checkpoints: bool | None = None, **settings: Any
+    group: Any,
+    kind: str,
+    steps: int = 3,
+    ahead: bool = False,
+    checkpoints: bool | None = None,
+    by_step: bool = False,
+    **settings: Any,
 ) -> str:
     """The digest of the weights after some steps, gradients by GradientSum."""
     model = made(kind.removesuffix("_no_sync"), group, checkpoints)
     given = {} if kind.startswith(("ddp", "fsdp")) else {"group": group}
     announced = UNITS // dist.get_world_size(group) if ahead else None
     total = igt.distributed.GradientSum(model, **given, units=announced, **settings)
-    steps_of(group, model, total, Momentum(model), range(steps), no_sync=kind.endswith("_no_sync"))
+    steps_of(group, model, total, Momentum(model), range(steps), kind.endswith("_no_sync"), by_step)
+    return digest(model)
+
+
+def train_replicas(group: Any, steps: int = 3) -> str:
+    """Four ranks as two replicas of two shards: FSDP2's mesh has the shards, GradientSum's group the replicas."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    rank = dist.get_rank(group)
+    shards = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    replicas = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    first = 2 * (rank // 2)
+    mesh = DeviceMesh.from_group(shards[rank // 2], "cpu", mesh=[first, first + 1])
+    torch.manual_seed(0)
+    model = Model()
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+    total = igt.distributed.GradientSum(model, replicas[rank % 2], units=UNITS // 4, bucket_bytes=256)
+    steps_of(group, model, total, Momentum(model), range(steps))
     return digest(model)
 
 

@@ -1,0 +1,188 @@
+"""GradientSum on GPUs: the CPU's bits, no wait for the device, NCCL with one rank and with two."""
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+if not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+from gradients import DTYPES, SETTINGS, as_torch, gradient, totals  # noqa: E402
+from pool import Ranks  # noqa: E402
+from torch import nn  # noqa: E402
+
+import isograd.torch as igt  # noqa: E402
+from isograd import arrays  # noqa: E402
+from isograd.distributed import kernels, reference  # noqa: E402
+from isograd.errors import StepError  # noqa: E402
+
+GradientSum = igt.distributed.GradientSum
+SIZES = (1, 5, 2048, 4099, 1_000_003)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_of_the_reference(dtype: str) -> None:
+    for i, (quantum, limit) in enumerate(SETTINGS):
+        for n in SIZES:
+            total = torch.full((n,), 7, dtype=torch.int64, device="cuda")
+            peaks = torch.zeros(3, dtype=torch.int64, device="cuda")
+            right, peak = np.zeros(n, np.int64), 0
+            for unit in range(3):
+                g = gradient(dtype, n, 3 * i + unit, special=unit == 1)
+                kernels.accumulate(as_torch(g).cuda(), total, peaks, 1, quantum, limit, unit == 0)
+                found = reference.quanta(g, quantum, limit)
+                right, peak = right + found.units, max(peak, found.peak)
+            assert (total.cpu().numpy() == right).all(), (quantum, n)
+            assert peaks.tolist() == [0, peak, 0]
+            whole = totals(n)
+            for units, flag in ((1, 0), (3, 0), ((1 << 24) + 1, 0), (3, 1)):
+                y = torch.full((n,), 7, dtype=getattr(torch, dtype), device="cuda")
+                kernels.mean(torch.from_numpy(whole).cuda(), torch.tensor([units, flag, 5], device="cuda"), y, quantum)
+                wanted = reference.mean(whole, units, quantum, DTYPES[dtype])
+                wanted = np.full(n, np.nan, DTYPES[dtype]) if flag else wanted
+                assert arrays.numpy_view(y.cpu()).tobytes() == wanted.tobytes(), (quantum, n, units)
+
+
+def test_unaligned_gradients() -> None:
+    for shift in (1, 2, 3):
+        g = torch.randn(5000, device="cuda").bfloat16()
+        total, peaks = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in (5000 - shift, 1))
+        kernels.accumulate(g[shift:], total, peaks, 0, -48, 14, True)
+        right = reference.quanta(arrays.numpy_view(g[shift:].cpu()), -48, 14)
+        assert (total.cpu().numpy() == right.units).all()
+
+
+def parameters(device: str) -> nn.ParameterDict:
+    return nn.ParameterDict({
+        name: nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+        for name, shape, dtype in (
+            ("matrix", (300, 70), torch.bfloat16), ("vector", (71,), torch.float32), ("half", (5, 3), torch.float16),
+            ("wide", (40, 3), torch.float64), ("number", (), torch.float32),
+        )
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 26])
+def test_gradients_have_the_bits_of_the_cpu(bucket_bytes: int) -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        model = parameters(device)
+        total = GradientSum(model, bucket_bytes=bucket_bytes)
+        for unit in range(5):
+            random = torch.Generator().manual_seed(unit)
+            grads = [torch.randn(p.shape, generator=random, dtype=torch.float64).to(p.dtype) for p in model.values()]
+            torch.autograd.backward([p * 1 for p in model.values()], [g.to(device) for g in grads])
+        report = total.finish()
+        assert (report.units, report.fits) == (5, True)
+        found.append([arrays.numpy_view(p.grad.cpu()).tobytes() for p in model.values()])
+    assert found[0] == found[1]
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 8)).cuda().bfloat16()
+
+
+def backward(model: nn.Module, seed: int) -> None:
+    x = torch.full((32, 64), 0.01 * (seed + 1), device="cuda", dtype=torch.bfloat16)
+    model(x).float().square().mean().backward()
+
+
+def test_nothing_waits_for_the_device() -> None:
+    model = mlp()
+    total = GradientSum(model, units=3)
+    for step in range(3):
+        if step == 2:  # kernels are compiled, memory is there
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            for unit in range(3):
+                backward(model, unit)
+            total.finish()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        model.zero_grad()
+
+
+def test_what_does_not_fit_is_nan_and_said_later() -> None:
+    model = mlp()
+    total = GradientSum(model, range={"3.bias": -30})
+    backward(model, 0)
+    report = total.finish()
+    torch.cuda.synchronize()
+    assert all(p.grad.isnan().all() for p in model.parameters())
+    assert report.exceeded == ("3.bias",)
+    assert not report.fits
+    model.zero_grad()
+    backward(model, 0)
+    with pytest.warns(RuntimeWarning, match=r"in an earlier step every gradient is NaN: .* '3\.bias'"):
+        total.finish()
+
+
+def test_steps_that_cannot_be_finished() -> None:
+    model = mlp()
+    total = GradientSum(model)
+    with pytest.raises(StepError, match="no backward pass"):
+        total.finish()
+    backward(model, 0)
+    total.finish()
+    backward(model, 0)
+    with pytest.raises(StepError, match="zero_grad"):
+        total.finish()
+    backward(model, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert total.finish().fits
+
+
+def test_units_on_a_stream_of_their_own() -> None:
+    found = []
+    for stream in (None, torch.cuda.Stream()):
+        model = mlp()
+        total = GradientSum(model, units=2)
+        torch.cuda.synchronize()
+        for unit in range(2):
+            with torch.cuda.stream(stream if unit else None):
+                backward(model, unit)
+        torch.cuda.synchronize()
+        total.finish()
+        found.append([arrays.numpy_view(p.grad.cpu()).tobytes() for p in model.parameters()])
+    assert found[0] == found[1]
+
+
+# --- NCCL ------------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: Any) -> Any:
+    made = Ranks(min(torch.cuda.device_count(), 2), tmp_path_factory.mktemp("nccl"), "nccl")
+    yield made
+    made.close()
+
+
+KINDS = ["plain", "ddp", "ddp_no_sync", "fsdp"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_digest_on_one_rank(ranks: Ranks, kind: str) -> None:
+    right = ranks.run("training", "train", 1, kind="plain", by_step=True)
+    for ahead in (False, True):
+        assert ranks.run("training", "train", 1, kind=kind, ahead=ahead, by_step=True, bucket_bytes=256) == right
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_digest_on_one_and_two_ranks(ranks: Ranks, kind: str) -> None:
+    [right] = ranks.run("training", "train", 1, kind="plain", by_step=True, steps=20)
+    for _ in range(3):
+        found = ranks.run("training", "train", 2, kind=kind, ahead=True, by_step=True, steps=20, bucket_bytes=256)
+        assert set(found) == {right}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_uneven_units_and_missing_gradients_on_two_ranks(ranks: Ranks) -> None:
+    right = ranks.run("misuse", "sums_on_gpu", 2)
+    assert right == [[True, True, True, True]] * 2
