@@ -94,7 +94,7 @@ def test_tied_parameters_are_rounded_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs")  # of the checkpoint inside
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reentrant", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_a_pass_with_checkpoints_is_one_unit(reentrant: bool) -> None:
     """Also where every parameter is in a checkpoint, and checkpoints in checkpoints."""
 

@@ -149,7 +149,7 @@ def test_units_on_a_stream_of_their_own() -> None:
         for unit in range(2):
             with torch.cuda.stream(stream if unit else None):
                 backward(model, unit)
-        torch.cuda.synchronize()
+            torch.cuda.synchronize()
         total.finish()
         found.append([arrays.numpy_view(p.grad.cpu()).tobytes() for p in model.parameters()])
     assert found[0] == found[1]

@@ -95,6 +95,7 @@ class GradientSum:
         self._device = torch.device("cpu") if first is None else first.device
         self._mesh: Any = getattr(first, "device_mesh", None) if self._modules else None
         self._mesh_group = None if self._mesh is None or self._mesh.ndim != 1 else self._mesh.get_group()
+        self._shards = 1 if self._mesh_group is None else dist.get_world_size(self._mesh_group)
         self._groups = [g for g in (self._mesh_group, self._group) if g is not None]
         self._bucket_bytes = bucket_bytes
         self._handles: list[Any] = []
@@ -112,8 +113,7 @@ class GradientSum:
             hook = partial(self._take, slot.name)
             handle = slot.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
-        if ddp is not None:
-            ddp.require_backward_grad_sync = False
+        self._let_ddp_reduce(False)
 
     # --- construction ------------------------------------------------------------------------------------------------
     def _set_up(self, name: str, check: Callable[[], list[Setting]]) -> None:
@@ -183,7 +183,7 @@ class GradientSum:
 
     def _reduced_together(self, name: str, settings: Mapping[str, Setting]) -> list[tuple[Any, tuple[str, ...]]]:
         """Parameters that are rounded at once: single ones, or with several ranks those of a module of FSDP2's."""
-        if self._mesh_group is None or dist.get_world_size(self._mesh_group) == 1:
+        if self._shards == 1:
             return [(None, (n,)) for n in self._named]
         names = {id(p): n for n, p in self._named.items()}
         found = []
@@ -197,6 +197,11 @@ class GradientSum:
             if members:
                 found.append((module, members))
         return found
+
+    def _let_ddp_reduce(self, enable: bool) -> None:
+        """Switch DDP's own collectives, which expect the same passes on every rank, as `no_sync` does."""
+        if self._ddp is not None:
+            self._ddp.require_backward_grad_sync = self._ddp.require_forward_param_sync = enable
 
     @property
     def units(self) -> int | None:
@@ -218,12 +223,10 @@ class GradientSum:
         parameter.grad = None
         self._passes.enter()
         with torch.no_grad():
-            problem = self._refusal(slot, gradient)
-            pending, self._pending = self._pending, None
-            if problem is not None:
+            if (problem := self._refusal(slot, gradient)) is not None:
                 self._problem = self._problem or problem
-            elif pending is not None:
-                self._take_reduced(slot, parameter, pending)
+            elif self._shards > 1:
+                self._take_reduced(slot, parameter)
             else:
                 slot.add(_local(gradient), self._peaks)
         self._send_ahead(slot)
@@ -257,12 +260,13 @@ class GradientSum:
     def _reduced(self, part: Tensor) -> None:
         self._pending, self._taken = part, 0
 
-    def _take_reduced(self, slot: Slot, parameter: Any, pending: Tensor) -> None:
-        size = sharded.padded_size(parameter, dist.get_world_size(self._mesh_group))
-        slot.add_quanta(pending[self._taken : self._taken + slot.size])
-        self._taken += size
-        if self._taken < pending.numel():
-            self._pending = pending
+    def _take_reduced(self, slot: Slot, parameter: Any) -> None:
+        """Take a parameter's part of what FSDP2 has just reduced; its own result is none."""
+        if self._pending is None or self._taken + slot.size > self._pending.numel():
+            self._problem = f"FSDP2 has not reduced {slot.name!r} by {_NAME}; leave set_custom_reduce_scatter alone"
+            return
+        slot.add_quanta(self._pending[self._taken : self._taken + slot.size])
+        self._taken += sharded.padded_size(parameter, self._shards)
 
     def _send_ahead(self, slot: Slot) -> None:
         """In the last unit, send what is complete; in one order on all ranks."""
@@ -293,12 +297,11 @@ class GradientSum:
         that, and the gradients are NaN on all ranks if they did not. Reading the report waits; a RuntimeWarning tells
         as well, on the CPU at once, on a GPU in a later `finish`, when the answer has arrived.
 
-        Raises StepError, with a new step begun and no gradients left, if the step cannot be finished: no rank had a
-        unit; an exception ended a backward pass; more units than announced; gradients of the step before still in
-        `p.grad`; sparse gradients. All ranks raise on the CPU; on GPUs the rank at fault
-        raises and the others' gradients are NaN, as their reports explain.
+        Raises StepError if the step cannot be finished, and begins another: no rank had a unit; an exception ended a
+        backward pass; more units than announced; gradients of the step before still in `p.grad`; sparse gradients. All
+        ranks raise on the CPU; on GPUs the rank at fault raises, and the others' gradients are NaN, as their reports
+        explain.
         """
-        self._tell_unread()
         problem = self._problem
         if self._passes.broken:
             problem = "an exception ended a backward pass; call reset() on every rank to go on after one"
@@ -311,6 +314,7 @@ class GradientSum:
             for bucket in self._buckets[self._ahead :]:
                 bucket.send(self._group)
             header, exceeded = self._added_up(problem)
+            self._copy_buffers()
             report = GradientReport(header, exceeded, self._members)
             if self._counted == 0 and problem is None and report.problem is None and report.units == 0:
                 problem = "no rank had a backward pass since the last step"
@@ -323,9 +327,8 @@ class GradientSum:
                 bucket.wait()
                 for slot, gradient in bucket.gradients(header):
                     self._leave(slot.parameter, gradient)
-            self._copy_buffers()
         self._begin()
-        self._look_at(report)
+        self._tell(report)
         return report
 
     def _added_up(self, problem: str | None) -> tuple[Tensor, Tensor]:
@@ -362,22 +365,20 @@ class GradientSum:
             for buffer in self._ddp.module.buffers():
                 dist.broadcast(buffer, group=self._group, group_src=0)
 
-    def _look_at(self, report: GradientReport) -> None:
-        """Warn of gradients that are NaN: now, or on a GPU when the answer has arrived."""
+    def _tell(self, report: GradientReport) -> None:
+        """Warn of gradients that are NaN: now, or on a GPU in a later step, when the answer has arrived."""
         if self._device.type == "cpu":
             if not report.fits:
                 warnings.warn(f"{_NAME}: {report}", RuntimeWarning, stacklevel=3)
             return
+        before = self._unread
         flag = torch.empty(1, dtype=torch.int64, pin_memory=True)
         flag.copy_(report._header[1:2], non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record(torch.cuda.current_stream(self._device))
         self._unread = arrived, flag, report
-
-    def _tell_unread(self) -> None:
-        unread, self._unread = self._unread, None
-        if unread is not None and unread[0].query() and int(unread[1]):
-            warnings.warn(f"{_NAME}: in an earlier step {unread[2]}", RuntimeWarning, stacklevel=3)
+        if before is not None and before[0].query() and int(before[1]):
+            warnings.warn(f"{_NAME}: in an earlier step {before[2]}", RuntimeWarning, stacklevel=3)
 
     def _begin(self) -> None:
         """Nothing added yet."""
@@ -410,8 +411,7 @@ class GradientSum:
                 delattr(parameter, _TAKEN)
         for module in self._modules:
             sharded.restore(module)
-        if self._ddp is not None:
-            self._ddp.require_backward_grad_sync = True
+        self._let_ddp_reduce(True)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
     def _idle(self, method: str) -> None:
