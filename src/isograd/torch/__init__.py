@@ -110,7 +110,7 @@ _LATE = {
 
 
 def __getattr__(name: str) -> Any:
-    """What is imported late."""
+    """What is imported late: a module, or a name of one."""
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"isograd.torch.{_LATE[name]}")
