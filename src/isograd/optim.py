@@ -8,9 +8,9 @@
     gradients = tape.backward(loss(leaves))
     optimizer.step({name: gradients[leaf] for name, leaf in leaves.items()})
 
-Every step is a fixed sequence of + - * / and square roots of IEEE 754 in the work type (float32 for the 16-bit types),
-one rounding each, written at the class; Python numbers are rounded to the work type. States have the work type, and a
-parameter is rounded to its own dtype once a step.
+Every step is rule 17 of `docs/arithmetic.md`: a fixed sequence of + - * / and square roots of IEEE 754 in the work type
+(float32 for the 16-bit types), one rounding each, written at the class. States have the work type, and a parameter is
+rounded to its own dtype once a step. `isograd.torch.optim` has the same bits.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from isograd.errors import InvalidProblemError
 from isograd.fenv import default_environment
 from isograd.numerics.reference import narrow, widen, work_dtype
 from isograd.numerics.storage import require_array
+from isograd.optimizers import reference
+from isograd.optimizers import numbers as of_step
+from isograd.optimizers.numbers import Update
 
 Array = NDArray[Any]
 Parameters = Mapping[str, Array] | Iterable[Array]
@@ -61,9 +64,9 @@ class Optimizer:
                 raise InvalidProblemError(f"{self._name}: params[{name}] is read-only; expected a writeable array")
         self.lr, self._options = self._checked(lr, options)
         self._steps = 0
+        kept = self._update(self._options).states
         self._state = {
-            name: {key: np.zeros(w.shape, work_dtype(w.dtype)) for key in self._kept(self._options)}
-            for name, w in self._params.items()
+            name: {key: np.zeros(w.shape, work_dtype(w.dtype)) for key in kept} for name, w in self._params.items()
         }
 
     def _number(self, argument: str, value: Any) -> float:
@@ -76,8 +79,8 @@ class Optimizer:
         taken = {key: x if isinstance(x, (bool, tuple)) else self._number(key, x) for key, x in options.items()}
         return self._number("lr", lr), taken
 
-    def _kept(self, options: dict[str, Any]) -> tuple[str, ...]:
-        """The names of the arrays that are kept for a parameter."""
+    def _update(self, options: dict[str, Any]) -> Update:
+        """What a step does."""
         raise NotImplementedError
 
     def step(self, grads: Parameters) -> None:
@@ -96,17 +99,16 @@ class Optimizer:
                 )
         self.lr = self._number("lr", self.lr)
         with default_environment(), np.errstate(all="ignore"):
-            self._begin()
+            self._steps += 1
+            update = self._update(self._options)
+            rates = of_step.rates(update, self._options)
             for name, w in self._params.items():
-                w[...] = narrow(self._updated(widen(w), widen(given[name]), self._state[name]), w.dtype)
-
-    def _begin(self) -> None:
-        """Count a step."""
-        self._steps += 1
-
-    def _updated(self, w: Array, g: Array, state: dict[str, Array]) -> Array:
-        """The new parameter in the work type; the state is changed in place."""
-        raise NotImplementedError
+                state = self._state[name]
+                numbers = of_step.numbers(update, rates, self.lr, self._steps, work_dtype(w.dtype))
+                after, states = reference.updated(update, widen(w), widen(given[name]), [*state.values()], numbers)
+                w[...] = narrow(after, w.dtype)
+                for kept, x in zip(state.values(), states, strict=True):
+                    kept[...] = x
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of everything that a later step depends on but the parameters: plain dicts, numbers and arrays."""
@@ -129,7 +131,7 @@ class Optimizer:
             lr, options = self._checked(lr, {k: tuple(x) if isinstance(x, list) else x for k, x in group.items()})
             _require_same(operation, "state", state, self._params)
             steps = {int(state[name]["step"]) for name in names}
-            arrays = {name: {key: state[name][key] for key in self._kept(options)} for name in self._params}
+            arrays = {name: {key: state[name][key] for key in self._update(options).states} for name in self._params}
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise InvalidProblemError(f"{operation}: state_dict is none of {self._name} ({error!r})") from None
         if len(steps) != 1:
@@ -176,29 +178,17 @@ class SGD(Optimizer):
             )
         return rate, taken
 
-    def _kept(self, options: dict[str, Any]) -> tuple[str, ...]:
-        return ("momentum_buffer",) if options["momentum"] else ()
-
-    def _updated(self, w: Array, g: Array, state: dict[str, Array]) -> Array:
-        o = self._options
-        if o["weight_decay"] != 0:
-            g = g + o["weight_decay"] * w
-        if o["momentum"] != 0:
-            b = state["momentum_buffer"]
-            if self._steps == 1:
-                b[...] = g
-            else:
-                b *= o["momentum"]
-                b += (1 - o["dampening"]) * g
-            g = g + o["momentum"] * b if o["nesterov"] else b
-        return np.asarray(w - self.lr * g)
+    def _update(self, options: dict[str, Any]) -> Update:
+        decay = of_step.COUPLED if options["weight_decay"] != 0 else of_step.NO_DECAY
+        momentum = options["momentum"] != 0
+        return Update(of_step.SGD, decay, momentum, momentum and self._steps == 1, options["nesterov"])
 
 
 class Adam(Optimizer):
     """Adam (Kingma and Ba, 2015); weight_decay is added to the gradient.
 
     With weight decay g = RN(g + RN(weight_decay * w)). m = RN(RN(b1 * m) + RN((1 - b1) * g)),
-    v = RN(RN(b2 * v) + RN((1 - b2) * RN(g * g))), and with p1, p2 the t-fold products of the betas in binary64
+    v = RN(RN(b2 * v) + RN((1 - b2) * RN(g * g))), and with p1, p2 the powers of the betas by squaring in binary64
     w = RN(w - RN(RN(lr * RN(m / (1 - p1))) / RN(sqrt(RN(v / (1 - p2))) + eps))).
     """
 
@@ -211,7 +201,6 @@ class Adam(Optimizer):
         weight_decay: float = 0.0,
     ):
         super().__init__(params, lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        self._powers = (1.0, 1.0)
 
     def _checked(self, lr: Any, options: dict[str, Any]) -> tuple[float, dict[str, Any]]:
         betas = options["betas"]
@@ -222,40 +211,8 @@ class Adam(Optimizer):
             raise InvalidProblemError(f"{self._name}: betas is {betas!r}; expected numbers below 1")
         return super()._checked(lr, options | {"betas": pair})
 
-    def _kept(self, options: dict[str, Any]) -> tuple[str, ...]:
-        return "exp_avg", "exp_avg_sq"
-
-    def _begin(self) -> None:
-        super()._begin()
-        self._multiply()
-
-    def _multiply(self) -> None:
-        # Repeated products, not calls of pow, whose bits differ between machines.
-        beta_1, beta_2 = self._options["betas"]
-        self._powers = (self._powers[0] * beta_1, self._powers[1] * beta_2)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As of `Optimizer`."""
-        super().load_state_dict(state_dict)
-        self._powers = (1.0, 1.0)
-        with default_environment():
-            for _ in range(self._steps):
-                self._multiply()
-
-    def _decayed(self, w: Array, g: Array) -> tuple[Array, Array]:
-        decay = self._options["weight_decay"]
-        return w, g if decay == 0 else g + decay * w
-
-    def _updated(self, w: Array, g: Array, state: dict[str, Array]) -> Array:
-        beta_1, beta_2 = self._options["betas"]
-        w, g = self._decayed(w, g)
-        m, v = state["exp_avg"], state["exp_avg_sq"]
-        m *= beta_1
-        m += (1 - beta_1) * g
-        v *= beta_2
-        v += (1 - beta_2) * (g * g)
-        mean, square = m / (1 - self._powers[0]), v / (1 - self._powers[1])
-        return np.asarray(w - self.lr * mean / (np.sqrt(square) + self._options["eps"]))
+    def _update(self, options: dict[str, Any]) -> Update:
+        return Update(of_step.ADAM, of_step.COUPLED if options["weight_decay"] != 0 else of_step.NO_DECAY)
 
 
 class AdamW(Adam):
@@ -271,6 +228,5 @@ class AdamW(Adam):
     ):
         super().__init__(params, lr, betas, eps, weight_decay)
 
-    def _decayed(self, w: Array, g: Array) -> tuple[Array, Array]:
-        decay = self._options["weight_decay"]
-        return w if decay == 0 else w * (1 - self.lr * decay), g
+    def _update(self, options: dict[str, Any]) -> Update:
+        return Update(of_step.ADAM, of_step.DECOUPLED)

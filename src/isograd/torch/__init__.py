@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from isograd.torch import distributed
     from isograd.torch.audit_report import Audit
     from isograd.torch.auditing import audit
+    from isograd.torch import optim as optim
     from isograd.torch.switch import Report, Switch, use
     from isograd.torch.tracing import Trace, trace
 
@@ -82,6 +83,7 @@ __all__ = [
     "moe_combine",
     "moe_permute",
     "moe_router",
+    "optim",
     "register_transformers",
     "router_z_loss",
     "scaled_dot_product_attention",
@@ -104,6 +106,7 @@ _LATE = {
     "Trace": "tracing",
     "audit": "auditing",
     "distributed": "distributed",
+    "optim": "optim",
     "trace": "tracing",
     "use": "switch",
 }

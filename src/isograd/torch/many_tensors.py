@@ -1,0 +1,145 @@
+"""Tables of many tensors for kernels that go through all of them at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from isograd.errors import RecordingError, UnsupportedError
+from isograd.optimizers.chunks import COLUMNS, COUNT, STEP, chunks
+from isograd.torch.tensors import DTYPES, require_tensor
+
+ALIGNMENT = 16  # bytes, of the widest access
+
+
+# --- which tensors ---------------------------------------------------------------------------------------------------
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether this is a DTensor, whose module is not imported to find out."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(operation: str, name: str, tensor: Any) -> Tensor:
+    """The memory behind a tensor, of a DTensor what this rank holds; an error for what no kernel takes."""
+    require_tensor(operation, tensor, name)
+    if is_distributed(tensor):
+        tensor = tensor.to_local()
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise UnsupportedError(f"{operation}: {name} is {kind}; accepted: dense tensors")
+    if tensor.dtype not in DTYPES:
+        accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        given = str(tensor.dtype).removeprefix("torch.")
+        raise UnsupportedError(f"{operation}: {name} has dtype {given}; accepted: {accepted}")
+    if hasattr(type(tensor), "__tensor_flatten__"):
+        raise UnsupportedError(f"{operation}: {name} is a {type(tensor).__name__}; accepted: plain tensors and DTensors")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"{operation}: {name} is on {tensor.device}; accepted: cpu, cuda")
+    return tensor
+
+
+def placements(tensor: Tensor) -> Any:
+    """Where the parts of a DTensor are; None for any other tensor."""
+    return tensor.placements if is_distributed(tensor) else None  # type: ignore[attr-defined]
+
+
+def _fills_memory(tensor: Tensor) -> bool:
+    """Whether a tensor's elements are neighbours in memory, in whatever order, and aligned to their size."""
+    extent = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != extent:
+                return False
+            extent *= size
+    return tensor.data_ptr() % tensor.element_size() == 0
+
+
+def alike(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[tuple[Tensor, Tensor]]]:
+    """The tensors in one layout that fills memory, and (tensor, copy) of those that are not in it by themselves."""
+    first = next(t for t in tensors if t is not None)
+    given = [t for t in tensors if t is not None]
+    if all(t.stride() == first.stride() or first.dim() == 0 for t in given) and all(map(_fills_memory, given)):
+        return list(tensors), []
+    moved = [None if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t) for t in tensors]
+    return moved, [(t, copy) for t, copy in zip(tensors, moved, strict=True) if t is not None and copy is not None]
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+Row = tuple[Sequence[Tensor | None], Tensor | None]  # up to five tensors of one layout, and the count of steps
+
+
+def table_of(rows: Sequence[Row]) -> NDArray[np.int64]:
+    """A row a tensor: addresses, number of elements, address of the count of steps."""
+    table = np.zeros((len(rows), COLUMNS), np.int64)
+    for line, (tensors, step) in zip(table, rows, strict=True):
+        for place, tensor in enumerate(tensors):
+            if tensor is not None:
+                line[place], line[COUNT] = tensor.data_ptr(), tensor.numel()
+        line[STEP] = 0 if step is None else step.data_ptr()
+    return table
+
+
+def is_aligned(table: NDArray[np.int64]) -> bool:
+    """Whether the tensors of a table may be read in the widest accesses."""
+    return not (table[:, :COUNT] % ALIGNMENT).any()
+
+
+# Memory that a graph's copies read at each replay: allocated beforehand, as nothing can be during a capture, and never
+# freed, as nobody knows how long a graph lives.
+_reserve = torch.empty(0, dtype=torch.int64)
+_captured: list[Any] = []
+
+
+def upload(array: NDArray[np.int64], device: torch.device) -> Tensor:
+    """Integers in a device's memory, without waiting, also while a graph is captured."""
+    global _reserve
+    host = torch.from_numpy(array)
+    if device.type == "cpu":
+        return host
+    if not capturing(device):
+        if _reserve.numel() < 8 * host.numel():
+            _reserve = torch.empty(max(8 * host.numel(), 1 << 16), dtype=torch.int64, pin_memory=True)
+        return host.pin_memory().to(device, non_blocking=True)
+    if _reserve.numel() < host.numel():
+        raise RecordingError("a first step of an optimizer, or a first call of clip_grad_norm_, precedes a capture")
+    pinned, _reserve = _reserve[: host.numel()], _reserve[host.numel() :]
+    on_device = torch.empty(host.shape, dtype=host.dtype, device=device)
+    on_device.copy_(pinned.view(host.shape).copy_(host), non_blocking=True)
+    keep_for_graph(pinned, on_device)
+    return on_device
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream of a device is being captured."""
+    if device.type == "cpu":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def keep_for_graph(*tensors: Tensor) -> None:
+    """Keep tensors for the graph that is being captured, if one is."""
+    if capturing(tensors[-1].device):
+        _captured.append(tensors)
+
+
+_places: dict[Any, Tensor] = {}
+
+
+def places(counts: tuple[int, ...], length: int, device: torch.device) -> Tensor:
+    """`chunks` on a device; kept, since tensors have the same sizes in every step."""
+    key = counts, length, device
+    if (found := _places.get(key)) is None:
+        found = upload(chunks(counts, length), device)
+        if not capturing(device):  # what a graph copies is there when it is replayed, not before
+            if len(_places) >= 64:
+                del _places[next(iter(_places))]
+            _places[key] = found
+    keep_for_graph(found)
+    return found

@@ -1,0 +1,399 @@
+"""Optimizers in torch's spelling whose steps have the same bits on CPUs and GPUs (rule 17 of `docs/arithmetic.md`).
+
+    optimizer = igt.optim.AdamW(model.parameters(), lr=3e-4)
+    loss.backward()
+    igt.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+They are `torch.optim.Optimizer`s: parameter groups, hooks, learning-rate schedulers, `state_dict`s that torch's own
+optimizers load and the other way round, DTensor parameters (FSDP2). States are float32, also for parameters of 16 bits,
+and float64 for float64. One kernel goes through all parameters of a group. On a GPU a step never waits and may be
+captured in a CUDA graph after a first one; `lr` may be a tensor there. `foreach`, `fused` and `capturable` are taken
+for compatibility and choose nothing: there is one implementation.
+
+A schedule's rate is a Python float. torch's ConstantLR, LinearLR, StepLR, MultiStepLR, PolynomialLR with power 1 and
+OneCycleLR with anneal_strategy="linear" need no more than IEEE operations; CosineAnnealingLR and ExponentialLR's closed
+form call the C library. `cosine_schedule` is a cosine of fixed operations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isograd import parallel
+from isograd.errors import DeviceMismatchError, InvalidProblemError, UnsupportedError
+from isograd.fenv import default_environment
+from isograd.optimizers.numbers import (
+    ADAM,
+    COUPLED,
+    DECOUPLED,
+    LION,
+    NO_DECAY,
+    SGD as SGD_RULE,
+    Rates,
+    Update,
+    numbers,
+    rates,
+)
+from isograd.torch import many_tensors as many
+from isograd.torch.tensors import NAMES, refuse, work_dtype
+
+__all__ = ["SGD", "AdamW", "Lion"]
+
+_MASTER = "master"  # what the state calls the float32 copy of a parameter
+_KERNEL_TYPES = {
+    torch.float16: np.int16(0), torch.bfloat16: np.uint16(0), torch.float32: np.float32(0), torch.float64: np.float64(0)
+}  # fmt: skip
+
+
+class _Problem(NamedTuple):
+    """What one launch serves: the update, and where parameters, gradients and copies are and what type they have."""
+
+    update: Update
+    device: torch.device
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    copied: bool
+
+
+class _Row(NamedTuple):
+    """A parameter: what is updated, gradient, two states and copy; its count of steps; its state, and what begins it."""
+
+    tensors: list[Tensor | None]
+    step: Tensor | None
+    state: dict[str, Any]
+    begun: Tensor | None
+
+
+class _Optimizer(torch.optim.Optimizer):
+    """What the optimizers share."""
+
+    _rule: ClassVar[int]
+    _decay: ClassVar[int] = DECOUPLED
+
+    def __init__(self, params: Any, defaults: dict[str, Any], **refused: Any) -> None:
+        self._name = f"optim.{type(self).__name__}"
+        refuse(self._name, False, **refused)
+        self._tables: dict[Any, tuple[bytes, Tensor]] = {}
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._name, self._tables = f"optim.{type(self).__name__}", {}
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+
+    # --- options -----------------------------------------------------------------------------------------------------
+    def _number(self, argument: str, value: Any) -> float:
+        if isinstance(value, Tensor) and value.numel() == 1 and value.is_cpu:
+            value = value.item()
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise InvalidProblemError(f"{self._name}: {argument} is {value!r}; expected a number of at least 0")
+        return float(value)
+
+    def _checked(self, group: Mapping[str, Any]) -> None:
+        """Raise what is wrong with a group's options."""
+        if not (isinstance(group["lr"], Tensor) and group["lr"].is_cuda and group["lr"].numel() == 1):
+            self._number("lr", group["lr"])
+        self._number("weight_decay", group["weight_decay"])
+        if "betas" in group:
+            betas = group["betas"]
+            if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+                raise InvalidProblemError(f"{self._name}: betas is {betas!r}; expected two numbers")
+            if max([self._number("betas", beta) for beta in betas]) >= 1:
+                raise InvalidProblemError(f"{self._name}: betas is {betas!r}; expected numbers below 1")
+        if group.get("amsgrad") or group.get("differentiable"):
+            refuse(self._name, False, amsgrad=group.get("amsgrad"), differentiable=group["differentiable"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of torch."""
+        if isinstance(param_group, dict):
+            self._checked({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    def _update(self, group: Mapping[str, Any]) -> Update:
+        """What a step of a group does."""
+        decay = self._decay if self._decay == DECOUPLED or group["weight_decay"] != 0 else NO_DECAY
+        return Update(self._rule, decay, maximize=bool(group["maximize"]))
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update the parameters that have gradients; `closure` computes the loss anew and is called first.
+
+        Raises, before anything is written, UnsupportedError for gradients that are sparse or of another dtype, and
+        InvalidProblemError or DeviceMismatchError for ones that do not match their parameter.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found = []
+        for group in self.param_groups:
+            self._checked(group)
+            found.append((group, self._problems(group)))
+        for place, (group, problems) in enumerate(found):
+            for number, (problem, rows) in enumerate(problems.items()):
+                self._run(group, problem, rows, (place, number))
+        return loss
+
+    def _problems(self, group: Mapping[str, Any]) -> dict[_Problem, list[_Row]]:
+        """The parameters of a group that have gradients, by launches."""
+        update = self._update(group)
+        problems: dict[_Problem, list[_Row]] = {}
+        for i, p in enumerate(group["params"]):
+            if p.grad is None:
+                continue
+            weights, grad = many.local(self._name, f"params[{i}]", p), self._gradient(p, i)
+            state = self._state(p, group, update)
+            begun = None if all(name in state for name in update.states) else self._zeros(p)
+            kept = [many.local(self._name, name, state.get(name, begun)) for name in update.states]
+            master = state.get(_MASTER)
+            copied = master is not None
+            target = many.local(self._name, _MASTER, master) if copied else weights
+            key = _Problem(update._replace(first=begun is not None), weights.device, (target.dtype, grad.dtype, weights.dtype), copied)
+            tensors = [target, grad, *kept, *[None] * (2 - len(kept)), weights if copied else None]
+            problems.setdefault(key, []).append(_Row(tensors, state.get("step"), state, begun))
+        return problems
+
+    def _gradient(self, p: Tensor, i: int) -> Tensor:
+        name = f"the gradient of params[{i}]"
+        grad = many.local(self._name, name, p.grad)
+        if p.grad.device != p.device:  # type: ignore[union-attr]
+            raise DeviceMismatchError(f"{self._name}: {name} is on {grad.device}; expected {p.device}")
+        if grad.dtype not in (p.dtype, work_dtype(p.dtype)):
+            raise InvalidProblemError(f"{self._name}: {name} has dtype {grad.dtype}; expected {p.dtype} of the parameter")
+        if p.grad.shape != p.shape or many.placements(p.grad) != many.placements(p):  # type: ignore[arg-type,union-attr]
+            raise InvalidProblemError(
+                f"{self._name}: {name} has shape {tuple(p.grad.shape)} and placements "  # type: ignore[union-attr]
+                f"{many.placements(p.grad)}; expected {tuple(p.shape)} and {many.placements(p)}"  # type: ignore[arg-type]
+            )
+        return grad
+
+    def _zeros(self, p: Tensor) -> Tensor:
+        return torch.zeros_like(p, dtype=work_dtype(p.dtype), memory_format=torch.preserve_format, requires_grad=False)
+
+    def _state(self, p: Tensor, group: Mapping[str, Any], update: Update) -> dict[str, Any]:
+        """A parameter's state, made where it is missing; SGD's momentum is made by its first step."""
+        state: dict[str, Any] = self.state[p]
+        if update.rule == ADAM and "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=many.local(self._name, "params", p).device)
+        for name in update.states:
+            if state.get(name) is None:
+                state.pop(name, None)
+                if update.rule != SGD_RULE:
+                    state[name] = self._zeros(p)
+        if group["master_weights"] and p.dtype is not work_dtype(p.dtype) and _MASTER not in state:
+            state[_MASTER] = p.detach().to(work_dtype(p.dtype), memory_format=torch.preserve_format)
+        return state
+
+    def _run(self, group: Mapping[str, Any], problem: _Problem, rows: list[_Row], place: Any) -> None:
+        update = problem.update
+        written = [t for row in rows for i, t in enumerate(row.tensors) if t is not None and i != 1]
+        if steps := [row.step for row in rows if row.step is not None]:
+            torch._foreach_add_(steps, 1)
+        back: list[tuple[Tensor, Tensor]] = []
+        for i, row in enumerate(rows):
+            tensors, moved = many.alike(row.tensors)
+            back += [(t, copy) for t, copy in moved if t is not row.tensors[1]]
+            rows[i] = row._replace(tensors=tensors)
+            if row.begun is not None:
+                row.state[update.states[0]] = row.begun
+        with default_environment():
+            of = rates(update, group)
+        run = self._on_cpu if problem.device.type == "cpu" else self._on_gpu
+        run(group["lr"], problem, of, rows, place)
+        for tensor, copy in back:
+            tensor.copy_(copy)
+        torch.autograd.graph.increment_version(written)
+
+    def _on_cpu(self, lr: Any, problem: _Problem, of: Rates, rows: list[_Row], place: Any) -> None:
+        from isograd.optimizers import numba_updates
+
+        update, rate = problem.update, self._number("lr", lr)
+        like_p, like_g, like_copy = (_KERNEL_TYPES[dtype] for dtype in problem.dtypes)
+        zero = np.float64(0) if like_p.dtype == np.float64 else np.float32(0)
+        made: dict[int, Any] = {}
+        with default_environment():
+            counts = [0 if row.step is None else int(row.step.item()) for row in rows]
+            for count in set(counts):
+                made[count] = numbers(update, of, rate, count, zero.dtype)
+            values = np.stack([made[count] for count in counts])
+        table = many.table_of([(row.tensors, row.step) for row in rows])
+        where = many.chunks(tuple(table[:, many.COUNT].tolist()), numba_updates.LENGTH)
+        parallel.for_ranges(
+            numba_updates.update_chunks, len(where), parallel.grain(len(where), numba_updates.LENGTH), like_p, like_g,
+            like_copy, zero, table.ctypes.data, values.ctypes.data, where.ctypes.data, update.rule, update.decay,
+            update.momentum, update.first, update.nesterov, update.maximize, problem.copied,
+        )  # fmt: skip
+
+    def _on_gpu(self, lr: Any, problem: _Problem, of: Rates, rows: list[_Row], place: Any) -> None:
+        with default_environment():
+            from isograd.optimizers import triton_updates
+
+        table = many.table_of([(row.tensors, row.step) for row in rows])
+        counts = tuple(table[:, many.COUNT].tolist())
+        length = triton_updates.chunk_length(sum(counts))
+        where = many.places(counts, length, problem.device)
+        names = tuple([NAMES[dtype] for dtype in problem.dtypes])
+        rate = lr if isinstance(lr, Tensor) and lr.is_cuda else self._number("lr", lr)
+        if where.shape[0]:
+            triton_updates.launch_updates(
+                problem.update, of, rate, self._uploaded(table, problem.device, place), where, length, names,
+                problem.copied, many.is_aligned(table),
+            )  # fmt: skip
+
+    def _uploaded(self, table: Any, device: torch.device, place: Any) -> Tensor:
+        """A table on a GPU, kept while the addresses stay the same."""
+        content = table.tobytes()
+        known = self._tables.get(place)
+        if known is None or known[0] != content:
+            known = content, many.upload(table, device)
+            if not many.capturing(device):
+                self._tables[place] = known
+        many.keep_for_graph(known[1])
+        return known[1]
+
+    # --- states ------------------------------------------------------------------------------------------------------
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of torch, but that states keep the digits that a parameter of 16 bits has no room for."""
+        given: dict[str, Any] = {}
+
+        def remember(_: Any, last: dict[str, Any]) -> None:
+            given.update(last)
+
+        def restore(_: Any) -> None:
+            old = [i for group in given["param_groups"] for i in group["params"]]
+            new = [p for group in self.param_groups for p in group["params"]]
+            for i, p in zip(old, new, strict=True):
+                for name, value in given["state"].get(i, {}).items():
+                    if name == "step":
+                        value = torch.as_tensor(value, dtype=torch.float32)
+                        self.state[p][name] = value.to(many.local(self._name, "params", p).device).clone()
+                    elif isinstance(value, Tensor) and value.is_floating_point():
+                        self.state[p][name] = value.to(dtype=work_dtype(p.dtype), device=p.device)
+
+        before = self.register_load_state_dict_pre_hook(remember)
+        after = self.register_load_state_dict_post_hook(restore, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+
+class AdamW(_Optimizer):
+    """AdamW (Loshchilov and Hutter, 2019), as `torch.optim.AdamW`.
+
+    master_weights: keep a float32 copy of parameters of 16 bits, to which the steps are added. It is the parameter:
+    what is written into the narrow one from elsewhere is lost with the next step.
+    """
+
+    _rule = ADAM
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
+            "maximize": maximize, "foreach": foreach, "capturable": capturable, "differentiable": differentiable,
+            "fused": fused, "decoupled_weight_decay": True, "master_weights": master_weights,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    def _checked(self, group: Mapping[str, Any]) -> None:
+        super()._checked(group)
+        self._number("eps", group["eps"])
+
+
+class SGD(_Optimizer):
+    """Stochastic gradient descent with momentum, as `torch.optim.SGD`. master_weights: as of `AdamW`."""
+
+    _rule, _decay = SGD_RULE, COUPLED
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
+            "maximize": maximize, "foreach": foreach, "differentiable": differentiable, "fused": fused,
+            "master_weights": master_weights,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    def _checked(self, group: Mapping[str, Any]) -> None:
+        super()._checked(group)
+        momentum, dampening = (self._number(name, group[name]) for name in ("momentum", "dampening"))
+        if group["nesterov"] and (momentum == 0 or dampening != 0):
+            raise InvalidProblemError(
+                f"{self._name}: nesterov is True with momentum {momentum} and dampening {dampening}; it needs a "
+                "momentum and no dampening"
+            )
+
+    def _update(self, group: Mapping[str, Any]) -> Update:
+        return super()._update(group)._replace(momentum=group["momentum"] != 0, nesterov=bool(group["nesterov"]))
+
+
+class Lion(_Optimizer):
+    """Lion (Chen et al., 2023), "Symbolic Discovery of Optimization Algorithms", with decoupled weight decay.
+
+    master_weights: as of `AdamW`.
+    """
+
+    _rule = LION
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize, "foreach": foreach,
+            "capturable": capturable, "differentiable": differentiable, "fused": fused,
+            "master_weights": master_weights,
+        }  # fmt: skip
+        super().__init__(params, defaults)
