@@ -45,6 +45,10 @@ class DeviceMismatchError(IsogradError, ValueError):
     """Arguments on different devices, or on another device than the plan's."""
 
 
+class NonFiniteGradientError(IsogradError, RuntimeError):
+    """Gradients with a norm that is infinite or NaN, where the caller asked for an error."""
+
+
 class MissingGradientError(IsogradError, KeyError):
     """A variable that `Tape.backward` returned no gradient for, because it is no leaf that was there."""
 

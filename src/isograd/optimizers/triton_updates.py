@@ -76,7 +76,7 @@ def update_numbers(
 
 # --- the updates -----------------------------------------------------------------------------------------------------
 @triton.jit
-def _root(x):
+def root(x):
     """The square root, to nearest."""
     if x.dtype == tl.float64:
         return tl.sqrt(x)
@@ -85,7 +85,7 @@ def _root(x):
 
 
 @triton.jit
-def _base(row, place: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+def base(row, place: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     """The address of a tensor of the table; ALIGNED: to 16 bytes."""
     base = tl.load(row + place).to(tl.pointer_type(dtype))
     if ALIGNED:
@@ -94,7 +94,8 @@ def _base(row, place: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _read(base, offset, count, MASKED: tl.constexpr):
+def read(base, offset, count, MASKED: tl.constexpr):
+    """Elements in the work type; MASKED: zeros beyond the end."""
     if MASKED:
         return ops.widen(tl.load(base + offset, mask=offset < count, other=0.0), False)
     else:
@@ -102,7 +103,8 @@ def _read(base, offset, count, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _write(base, offset, count, value, MASKED: tl.constexpr):
+def write(base, offset, count, value, MASKED: tl.constexpr):
+    """Store elements, rounded to the storage type."""
     value = ops.narrow(value, base.dtype.element_ty, False)
     if MASKED:
         tl.store(base + offset, value, mask=offset < count)
@@ -117,7 +119,7 @@ def _update(
     COPIED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Update one block of a tensor."""
-    w, g = _read(p_ptr, offset, count, MASKED), _read(g_ptr, offset, count, MASKED)
+    w, g = read(p_ptr, offset, count, MASKED), read(g_ptr, offset, count, MASKED)
     lr, keep_1, take_1 = tl.load(of + 1), tl.load(of + 2), tl.load(of + 3)
     if MAXIMIZE:
         g = ops.negate(g)
@@ -126,31 +128,31 @@ def _update(
     elif DECAY == _DECOUPLED:
         w *= tl.load(of)
     if RULE == _ADAM:
-        m = _read(first_ptr, offset, count, MASKED) * keep_1 + take_1 * g
-        v = _read(second_ptr, offset, count, MASKED) * tl.load(of + 4) + tl.load(of + 5) * (g * g)
-        _write(first_ptr, offset, count, m, MASKED)
-        _write(second_ptr, offset, count, v, MASKED)
-        root = _root(ops.divide(v, tl.load(of + 7))) + tl.load(of + 8)
+        m = read(first_ptr, offset, count, MASKED) * keep_1 + take_1 * g
+        v = read(second_ptr, offset, count, MASKED) * tl.load(of + 4) + tl.load(of + 5) * (g * g)
+        write(first_ptr, offset, count, m, MASKED)
+        write(second_ptr, offset, count, v, MASKED)
+        root = root(ops.divide(v, tl.load(of + 7))) + tl.load(of + 8)
         w -= ops.divide(lr * ops.divide(m, tl.load(of + 6)), root)
     elif RULE == _SGD:
         if MOMENTUM:
             b = g
             if not FIRST:
-                b = keep_1 * _read(first_ptr, offset, count, MASKED) + take_1 * g
-            _write(first_ptr, offset, count, b, MASKED)
+                b = keep_1 * read(first_ptr, offset, count, MASKED) + take_1 * g
+            write(first_ptr, offset, count, b, MASKED)
             if NESTEROV:
                 g += keep_1 * b
             else:
                 g = b
         w -= lr * g
     else:
-        m = _read(first_ptr, offset, count, MASKED)
+        m = read(first_ptr, offset, count, MASKED)
         c = m * keep_1 + take_1 * g
-        _write(first_ptr, offset, count, m * tl.load(of + 4) + tl.load(of + 5) * g, MASKED)
+        write(first_ptr, offset, count, m * tl.load(of + 4) + tl.load(of + 5) * g, MASKED)
         w -= tl.where(c > 0, lr, tl.where(c < 0, ops.negate(lr), c - c))
-    _write(p_ptr, offset, count, w, MASKED)
+    write(p_ptr, offset, count, w, MASKED)
     if COPIED:
-        _write(copy_ptr, offset, count, w, MASKED)
+        write(copy_ptr, offset, count, w, MASKED)
 
 
 @triton.jit
@@ -165,9 +167,9 @@ def update_chunks(
     tensor, begin = tl.load(chunk), tl.load(chunk + 1) * LENGTH
     row, of = table_ptr + tensor * _COLUMNS, numbers_ptr + tensor * _NUMBERS
     count = tl.load(row + _COUNT)
-    p_ptr, g_ptr = _base(row, 0, P, ALIGNED), _base(row, 1, G, ALIGNED)
-    first_ptr, second_ptr = _base(row, 2, work, ALIGNED), _base(row, 3, work, ALIGNED)
-    copy_ptr = _base(row, 4, COPY, ALIGNED)
+    p_ptr, g_ptr = base(row, 0, P, ALIGNED), base(row, 1, G, ALIGNED)
+    first_ptr, second_ptr = base(row, 2, work, ALIGNED), base(row, 3, work, ALIGNED)
+    copy_ptr = base(row, 4, COPY, ALIGNED)
     offset = begin + tl.arange(0, BLOCK)
     # A mask would keep a whole chunk from being read in wide accesses.
     if begin + LENGTH <= count:

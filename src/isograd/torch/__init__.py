@@ -25,6 +25,7 @@ except ImportError as error:
     raise ImportError("isograd.torch needs PyTorch, which is not installed: pip install 'isograd[torch]'") from error
 
 from isograd.torch import exported
+from isograd.torch.clipping import clip_grad_norm_, get_total_norm
 from isograd.torch.dot_product import attention, scaled_dot_product_attention
 from isograd.torch.exported import *  # noqa: F403
 from isograd.torch.functional import log_softmax, log_softmax_backward, softmax, softmax_backward
@@ -66,6 +67,7 @@ __all__ = [
     "Trace",
     "attention",
     "audit",
+    "clip_grad_norm_",
     "cross_entropy",
     "distillation_loss",
     "distributed",
@@ -73,6 +75,7 @@ __all__ = [
     "expert_counts",
     "expert_permutation",
     "gather",
+    "get_total_norm",
     "index_add",
     "index_select",
     "kl_div",

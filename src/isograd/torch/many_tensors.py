@@ -15,6 +15,10 @@ from isograd.errors import RecordingError, UnsupportedError
 from isograd.optimizers.chunks import COLUMNS, COUNT, STEP, chunks
 from isograd.torch.tensors import DTYPES, require_tensor
 
+# A zero of the type that a kernel on the CPU sees for a dtype.
+KERNEL_TYPES = {
+    torch.float16: np.int16(0), torch.bfloat16: np.uint16(0), torch.float32: np.float32(0), torch.float64: np.float64(0)
+}  # fmt: skip
 ALIGNMENT = 16  # bytes, of the widest access
 
 

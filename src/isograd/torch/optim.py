@@ -47,9 +47,6 @@ from isograd.torch.tensors import NAMES, refuse, work_dtype
 __all__ = ["SGD", "AdamW", "Lion"]
 
 _MASTER = "master"  # what the state calls the float32 copy of a parameter
-_KERNEL_TYPES = {
-    torch.float16: np.int16(0), torch.bfloat16: np.uint16(0), torch.float32: np.float32(0), torch.float64: np.float64(0)
-}  # fmt: skip
 
 
 class _Problem(NamedTuple):
@@ -221,7 +218,7 @@ class _Optimizer(torch.optim.Optimizer):
         from isograd.optimizers import numba_updates
 
         update, rate = problem.update, self._number("lr", lr)
-        like_p, like_g, like_copy = (_KERNEL_TYPES[dtype] for dtype in problem.dtypes)
+        like_p, like_g, like_copy = (many.KERNEL_TYPES[dtype] for dtype in problem.dtypes)
         zero = np.float64(0) if like_p.dtype == np.float64 else np.float32(0)
         made: dict[int, Any] = {}
         with default_environment():
