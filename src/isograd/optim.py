@@ -26,8 +26,8 @@ from isograd.errors import InvalidProblemError
 from isograd.fenv import default_environment
 from isograd.numerics.reference import narrow, widen, work_dtype
 from isograd.numerics.storage import require_array
-from isograd.optimizers import reference
 from isograd.optimizers import numbers as of_step
+from isograd.optimizers import reference
 from isograd.optimizers.numbers import Update
 
 Array = NDArray[Any]

@@ -1,6 +1,6 @@
 """Clipping and steps of sharded parameters on one of several ranks; prints a digest of everything on the first.
 
-    python clip_ranks.py RANK RANKS STORE
+python clip_ranks.py RANK RANKS STORE
 """
 
 import hashlib

@@ -14,9 +14,9 @@ from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
 from isograd.numerics import triton_terms as terms
 from isograd.numerics.storage import compute_dtype
+from isograd.optimizers.chunks import COLUMNS, COUNT
 from isograd.optimizers.norm_reference import SMALL, WORDS
 from isograd.optimizers.triton_updates import base, read, root, write
-from isograd.optimizers.chunks import COLUMNS, COUNT
 from isograd.rows.triton_launch import words_of
 from isograd.rows.triton_tiles import number
 from isograd.triton_launcher import Specification, launch
@@ -97,7 +97,7 @@ def norm_words(
     """Add up the words of the sums of squares of every tensor."""
     tensor, x_ptr, begin, count = _chunk(table_ptr, chunks_ptr, G, ALIGNED, LENGTH)
     key = _narrow_key(tl.load(keys_ptr + tensor), WORK)
-    wide: tl.constexpr = WORK == tl.float64
+    wide: tl.constexpr = tl.float64 == WORK
     if terms.key_is_finite(key):
         _, scale, magic, low_scale = sums.term_scale(key)
         if begin + LENGTH <= count:
@@ -170,7 +170,7 @@ def scale_chunks(
     """Multiply the tensors of a table in place; a factor of 1 leaves memory alone."""
     factor = tl.load(factor_ptr).to(WORK)
     if factor != 1.0:
-        tensor, x_ptr, begin, count = _chunk(table_ptr, chunks_ptr, G, ALIGNED, LENGTH)
+        _, x_ptr, begin, count = _chunk(table_ptr, chunks_ptr, G, ALIGNED, LENGTH)
         if begin + LENGTH <= count:
             _scale(x_ptr, begin, count, factor, LENGTH, BLOCK, False)
         else:

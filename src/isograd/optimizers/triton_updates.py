@@ -1,4 +1,4 @@
-# ruff: noqa: N803, RET505
+# ruff: noqa: N803, RET505, SIM108
 # mypy: ignore-errors
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """The updates in Triton, over chunks of many tensors; `reference.py` is the definition."""
@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from isograd.numerics import triton_ops as ops
+from isograd.numerics.storage import compute_dtype
 from isograd.optimizers import chunks as of_tensors
 from isograd.optimizers import numbers as given
 from isograd.optimizers.numbers import NUMBERS, Rates, Update
@@ -132,8 +133,8 @@ def _update(
         v = read(second_ptr, offset, count, MASKED) * tl.load(of + 4) + tl.load(of + 5) * (g * g)
         write(first_ptr, offset, count, m, MASKED)
         write(second_ptr, offset, count, v, MASKED)
-        root = root(ops.divide(v, tl.load(of + 7))) + tl.load(of + 8)
-        w -= ops.divide(lr * ops.divide(m, tl.load(of + 6)), root)
+        below = root(ops.divide(v, tl.load(of + 7))) + tl.load(of + 8)
+        w -= ops.divide(lr * ops.divide(m, tl.load(of + 6)), below)
     elif RULE == _SGD:
         if MOMENTUM:
             b = g
@@ -198,29 +199,33 @@ def _numbers(update: Update, n: int, lr_given: bool) -> Specification:
 
 
 def _updates(
-    update: Update, names: tuple[str, str, str], copied: bool, aligned: bool, length: int, programs: int
+    update: Update, types: tuple[str, str, str], copied: bool, aligned: bool, length: int, programs: int
 ) -> Specification:
-    types = [getattr(tl, name) for name in names]
-    return Specification((*types, *update, copied, aligned, length, _BLOCK), programs, _WARPS)
+    return Specification(
+        (*[getattr(tl, name) for name in types], *update, copied, aligned, length, _BLOCK), programs, _WARPS
+    )
+
+
+def numbers_of(update: Update, rates: Rates, lr: float | torch.Tensor, table: torch.Tensor, dtype: str) -> torch.Tensor:
+    """`NUMBERS` of the tensors of a table, for parameters of a dtype."""
+    n = table.shape[0]
+    numbers = torch.empty(n * len(NUMBERS), dtype=getattr(torch, compute_dtype(dtype)), device=table.device)
+    in_memory = isinstance(lr, torch.Tensor)
+    words = [word for value in (0.0 if in_memory else lr, *rates) for word in words_of(value, "float64")]
+    tensors = table, lr if in_memory else numbers, numbers
+    launch(update_numbers, tensors, _numbers, update, n, in_memory, numbers=tuple(words))
+    return numbers
 
 
 def launch_updates(
     update: Update,
-    rates: Rates,
-    lr: float | torch.Tensor,
     table: torch.Tensor,
     places: torch.Tensor,
+    numbers: torch.Tensor,
     length: int,
-    names: tuple[str, str, str],
+    types: tuple[str, str, str],
     copied: bool,
     aligned: bool,
 ) -> None:
-    """Update the tensors of a table; names: of the types of parameters, gradients and copies."""
-    n = table.shape[0]
-    work = "float64" if names[0] == "float64" else "float32"
-    numbers = torch.empty(n * len(NUMBERS), dtype=getattr(torch, work), device=table.device)
-    in_memory = isinstance(lr, torch.Tensor)
-    words = [word for value in (0.0 if in_memory else lr, *rates) for word in words_of(value, "float64")]
-    launch(update_numbers, (table, lr if in_memory else numbers, numbers), _numbers, update, n, in_memory,
-           numbers=tuple(words))  # fmt: skip
-    launch(update_chunks, (table, places, numbers), _updates, update, names, copied, aligned, length, places.shape[0])
+    """Update the chunks of a table; types: of parameters, gradients and copies."""
+    launch(update_chunks, (table, places, numbers), _updates, update, types, copied, aligned, length, places.shape[0])

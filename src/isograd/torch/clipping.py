@@ -7,7 +7,8 @@ the tensors' sums are summed exactly again, and the root is rounded once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,8 @@ from torch import Tensor
 from isograd import parallel
 from isograd.errors import DeviceMismatchError, InvalidProblemError, NonFiniteGradientError, UnsupportedError
 from isograd.fenv import default_environment
+from isograd.optimizers import norm_reference as ref
+from isograd.optimizers.chunks import chunks
 from isograd.optimizers.norm_reference import WORDS
 from isograd.plan import real_number
 from isograd.torch import many_tensors as many
@@ -32,128 +35,194 @@ class _Norm(NamedTuple):
     factor: Tensor
 
 
-class _Bundle:
-    """Tensors of one device and dtype."""
+class _Part(NamedTuple):
+    """Tensors of a device that one launch serves: their dtype, whether they are aligned, and their chunks."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
+    dtype: torch.dtype
+    aligned: bool
+    where: Any
+
+
+class _Tensors(ABC):
+    """The tensors of one device, in an order that all ranks have."""
+
+    keys: Tensor  # of each tensor's largest term
+    words: Tensor  # [tensors, WORDS], of each tensor's sum of squares
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.tensors: list[Tensor] = []
         self.groups: list[tuple[Any, ...]] = []  # the process groups that hold each tensor's shards
         self.back: list[tuple[Tensor, Tensor]] = []
-        self.keys = self.words = torch.empty(0)
 
     def add(self, tensor: Tensor, groups: tuple[Any, ...]) -> None:
         """Take a tensor in."""
-        (one,), back = many.alike([tensor])
-        self.tensors.append(tensor if one is None else one)
+        (held,), back = many.alike([tensor])
+        assert held is not None
+        self.tensors.append(held)
         self.groups.append(groups)
         self.back += back
 
     def prepare(self) -> None:
-        """Write the table."""
+        """Make the table and the parts."""
         self.table = many.table_of([((tensor,), None) for tensor in self.tensors])
-        self.counts = tuple(self.table[:, many.COUNT].tolist())
-        if self.device.type == "cpu":
-            from isograd.optimizers import numba_norm
+        self.dtypes = list(dict.fromkeys(tensor.dtype for tensor in self.tensors))
+        self.parts: list[_Part] = []
+        for dtype in self.dtypes:
+            table = self.table.copy()
+            table[[tensor.dtype is not dtype for tensor in self.tensors], many.COUNT] = 0
+            self.parts += self._parts(dtype, table)
 
-            self.length = numba_norm.LENGTH
-            self.where: Any = many.chunks(self.counts, self.length)
+    @abstractmethod
+    def _parts(self, dtype: torch.dtype, table: many.Integers) -> list[_Part]:
+        """The parts of a dtype; other tensors have no elements in the table."""
+
+    @abstractmethod
+    def find_keys(self, squared: bool) -> None:
+        """The keys of the largest terms of what is here."""
+
+    @abstractmethod
+    def find_words(self) -> None:
+        """The integer sums of what is here, from everybody's keys."""
+
+    @abstractmethod
+    def results(self, squared: bool, work: torch.dtype) -> Tensor:
+        """The sums of squares of the tensors, or their largest magnitudes, each in its work type, in a wider one."""
+
+    @abstractmethod
+    def finish(self, results: Tensor, squared: bool, max_norm: float) -> Tensor:
+        """The norm, and what gradients are multiplied with."""
+
+    @abstractmethod
+    def scale(self, factor: Tensor) -> None:
+        """Multiply in place."""
+
+
+class _OnCpu(_Tensors):
+    """NumPy and Numba."""
+
+    def _parts(self, dtype: torch.dtype, table: many.Integers) -> list[_Part]:
+        from isograd.optimizers import numba_norm
+
+        return [_Part(dtype, True, chunks(many.counts_of(table), numba_norm.LENGTH))]
+
+    def _run(self, kernel: Any, part: _Part, *arguments: Any) -> None:
+        from isograd.optimizers import numba_norm
+
+        grain = parallel.grain(len(part.where), numba_norm.LENGTH)
+        zero = np.float64(0) if part.dtype is torch.float64 else np.float32(0)
+        addresses = self.table.ctypes.data, part.where.ctypes.data
+        like = many.KERNEL_TYPES[part.dtype]
+        parallel.for_ranges(kernel, len(part.where), grain, like, zero, *addresses, *arguments)
+
+    def find_keys(self, squared: bool) -> None:
+        from isograd.optimizers import numba_norm
+
+        keys = np.zeros(len(self.tensors), np.int64)
+        for part in self.parts:
+            each = np.zeros(len(part.where), np.int64)
+            self._run(numba_norm.norm_keys, part, each.ctypes.data, squared)
+            np.maximum.at(keys, part.where[:, 0], each)
+        self.keys = torch.from_numpy(keys)
+
+    def find_words(self) -> None:
+        from isograd.optimizers import numba_norm
+
+        words, keys = np.zeros((len(self.tensors), WORDS), np.int64), self.keys.numpy()
+        for part in self.parts:
+            each = np.zeros((len(part.where), WORDS), np.int64)
+            of_type = keys if part.dtype is torch.float64 else keys.astype(np.int32)
+            self._run(numba_norm.norm_words, part, of_type.ctypes.data, each.ctypes.data)
+            np.add.at(words, part.where[:, 0], each)
+        self.words = torch.from_numpy(words)
+
+    def results(self, squared: bool, work: torch.dtype) -> Tensor:
+        types = [np.float64 if tensor.dtype is torch.float64 else np.float32 for tensor in self.tensors]
+        keys = self.keys.tolist()
+        with default_environment():
+            if squared:
+                found = list(map(ref.sum_of_words, keys, self.words.tolist(), types))
+            else:
+                found = list(map(ref.key_value, keys, types))
+            return torch.from_numpy(np.array(found, np.float64 if work is torch.float64 else np.float32))
+
+    def finish(self, results: Tensor, squared: bool, max_norm: float) -> Tensor:
+        with default_environment():
+            norm = ref.norm_of_sums(results.numpy()) if squared else ref.largest(results.numpy())
+            return torch.from_numpy(np.array([norm, ref.clip_factor(norm, max_norm)]))
+
+    def scale(self, factor: Tensor) -> None:
+        from isograd.optimizers import numba_norm
+
+        if factor.item() == 1:
             return
+        for part in self.parts:
+            with default_environment(), np.errstate(all="ignore"):
+                work = np.float64 if part.dtype is torch.float64 else np.float32
+                value = work(factor.numpy())
+            self._run(numba_norm.scale_chunks, part, value)
+
+
+class _OnGpu(_Tensors):
+    """Triton; nothing waits."""
+
+    def prepare(self) -> None:
         with default_environment():
             from isograd.optimizers import triton_norm
 
-        self.length = triton_norm.chunk_length(sum(self.counts))
-        self.where = many.places(self.counts, self.length, self.device)
-        self.on_device = many.upload(self.table, self.device)
-        self.aligned = many.is_aligned(self.table)
+        super().prepare()
+        self._kernels = triton_norm
+        self._table = many.upload(self.table, self.device)
 
-    def _on_cpu(self, kernel: Any, *arguments: Any) -> None:
-        like = many.KERNEL_TYPES[self.dtype]
-        zero = np.float64(0) if self.dtype is torch.float64 else np.float32(0)
-        grain = parallel.grain(len(self.where), self.length)
-        addresses = self.table.ctypes.data, self.where.ctypes.data
-        parallel.for_ranges(kernel, len(self.where), grain, like, zero, *addresses, *arguments)
+    def _parts(self, dtype: torch.dtype, table: many.Integers) -> list[_Part]:
+        return [
+            _Part(dtype, aligned, many.places(counts, self._length, self.device))
+            for aligned, counts in many.by_alignment(table)
+        ]
 
-    def _of_tensors(self, each: Any, add: Any) -> Any:
-        """From an array of chunks to one of tensors."""
-        found = np.zeros((len(self.tensors), *each.shape[1:]), np.int64)
-        add.at(found, self.where[:, 0], each)
-        return found
+    @property
+    def _length(self) -> int:
+        from isograd.optimizers import triton_norm
+
+        return triton_norm.chunk_length(int(many.counts_of(self.table).sum()))
 
     def find_keys(self, squared: bool) -> None:
-        """The keys of the largest terms of what is here."""
-        if self.device.type == "cpu":
-            from isograd.optimizers import numba_norm
-
-            each = np.zeros(len(self.where), np.int64)
-            self._on_cpu(numba_norm.norm_keys, each.ctypes.data, squared)
-            self.keys = torch.from_numpy(self._of_tensors(each, np.maximum))
-            return
-        from isograd.optimizers import triton_norm
-
         self.keys = torch.zeros(len(self.tensors), dtype=torch.int64, device=self.device)
-        if len(self.where):
-            triton_norm.launch_keys(
-                self.on_device, self.where, self.keys, NAMES[self.dtype], squared, self.aligned, self.length
-            )
+        for dtype, aligned, where in self.parts:
+            self._kernels.launch_keys(self._table, where, self.keys, NAMES[dtype], squared, aligned, self._length)
 
     def find_words(self) -> None:
-        """The integer sums of what is here, from everybody's keys."""
-        if self.device.type == "cpu":
-            from isograd.optimizers import numba_norm
-
-            each = np.zeros((len(self.where), WORDS), np.int64)
-            keys = self.keys.numpy().astype(np.int64 if self.dtype is torch.float64 else np.int32)
-            self._on_cpu(numba_norm.norm_words, keys.ctypes.data, each.ctypes.data)
-            self.words = torch.from_numpy(self._of_tensors(each, np.add))
-            return
-        from isograd.optimizers import triton_norm
-
         self.words = torch.zeros((len(self.tensors), WORDS), dtype=torch.int64, device=self.device)
-        if len(self.where):
-            triton_norm.launch_words(
-                self.on_device, self.where, self.keys, self.words, NAMES[self.dtype], self.aligned, self.length
-            )
+        for dtype, aligned, where in self.parts:
+            self._kernels.launch_words(self._table, where, self.keys, self.words, NAMES[dtype], aligned, self._length)
 
-    def results(self, squared: bool) -> Tensor:
-        """The sums of the tensors, or their largest magnitudes, in the work type."""
-        work = work_dtype(self.dtype)
-        if self.device.type == "cpu":
-            from isograd.optimizers import norm_reference as ref
-
-            dtype = np.float64 if work is torch.float64 else np.float32
-            keys = self.keys.tolist()
-            if squared:
-                found = [ref.sum_of_words(*each, dtype) for each in zip(keys, self.words.tolist(), strict=True)]
-            else:
-                found = [ref.key_value(key, dtype) for key in keys]
-            return torch.from_numpy(np.array(found, dtype))
+    def _in_type(self, squared: bool, work: torch.dtype) -> Tensor:
+        """The results as if all tensors had one work type."""
         if not squared:
             return self.keys.view(torch.float64) if work is torch.float64 else self.keys.int().view(torch.float32)
-        from isograd.optimizers import triton_norm
-
         out = torch.empty(len(self.tensors), dtype=work, device=self.device)
-        triton_norm.launch_sums(self.keys, self.words, out)
+        self._kernels.launch_sums(self.keys, self.words, out)
+        return out
+
+    def results(self, squared: bool, work: torch.dtype) -> Tensor:
+        types = {work_dtype(dtype) for dtype in self.dtypes}
+        found = [self._in_type(squared, each) for each in types]
+        if len(found) == 1:
+            return found[0].to(work)
+        wide = many.upload(np.array([t.dtype is torch.float64 for t in self.tensors], np.int64), self.device) != 0
+        in_double, in_float = sorted(found, key=lambda x: -x.element_size())
+        return torch.where(wide, in_double, in_float.double())
+
+    def finish(self, results: Tensor, squared: bool, max_norm: float) -> Tensor:
+        out = torch.empty(2, dtype=results.dtype, device=self.device)
+        with default_environment(), np.errstate(over="ignore"):
+            self._kernels.launch_finish(results, out, max_norm, squared)
         return out
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply in place."""
-        if self.device.type == "cpu":
-            from isograd.optimizers import numba_norm
-
-            with default_environment(), np.errstate(all="ignore"):
-                wide = np.float64(factor.item())
-                value = wide if self.dtype is torch.float64 else np.float32(wide)
-            if value == 1:
-                return
-            self._on_cpu(numba_norm.scale_chunks, value)
-        elif len(self.where):
-            from isograd.optimizers import triton_norm
-
-            factor = factor.to(self.device, non_blocking=True)
-            triton_norm.launch_scale(
-                self.on_device, self.where, factor, NAMES[self.dtype], self.aligned, self.length
-            )
+        factor = factor.to(self.device, non_blocking=True)
+        for dtype, aligned, where in self.parts:
+            self._kernels.launch_scale(self._table, where, factor, NAMES[dtype], aligned, self._length)
 
 
 # --- over ranks ------------------------------------------------------------------------------------------------------
@@ -170,79 +239,55 @@ def _shard_groups(operation: str, name: str, tensor: Tensor) -> tuple[Any, ...]:
     return tuple(groups)
 
 
-def _sharded(bundles: list[_Bundle]) -> Iterator[tuple[tuple[Any, ...], list[tuple[_Bundle, list[int]]]]]:
-    """The tensors that are cut over the same groups, in an order that all ranks have."""
-    found: dict[Any, dict[_Bundle, list[int]]] = {}
-    for bundle in bundles:
-        for i, groups in enumerate(bundle.groups):
-            if groups:
-                found.setdefault((groups, bundle.device), {}).setdefault(bundle, []).append(i)
-    for (groups, _), members in found.items():
-        yield groups, list(members.items())
-
-
-def _all_reduce(bundles: list[_Bundle], attribute: str, maximum: bool) -> None:
+def _all_reduce(found: list[_Tensors], attribute: str, maximum: bool) -> None:
     """Replace what this rank has of sharded tensors by the maxima, or the sums, over all ranks."""
     import torch.distributed as dist
 
     op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-    for groups, members in _sharded(bundles):
-        flat = torch.cat([getattr(bundle, attribute)[which].flatten() for bundle, which in members])
-        for group in groups:
-            dist.all_reduce(flat, op, group)
-        for bundle, which in members:
-            mine = getattr(bundle, attribute)
-            size = mine[which].numel()
-            mine[which] = flat[:size].view(-1, *mine.shape[1:])
-            flat = flat[size:]
+    for tensors in found:
+        mine = getattr(tensors, attribute)
+        for groups in dict.fromkeys(tensors.groups):
+            which = [i for i, others in enumerate(tensors.groups) if others == groups]
+            part = mine if len(which) == len(mine) else mine[which]
+            for group in groups:
+                dist.all_reduce(part, op, group)
+            if part is not mine and groups:
+                mine[which] = part
 
 
 # --- the norm --------------------------------------------------------------------------------------------------------
-def _bundles(operation: str, name: str, tensors: list[Tensor]) -> list[_Bundle]:
-    found: dict[Any, _Bundle] = {}
+def _gathered(operation: str, name: str, tensors: list[Tensor]) -> list[_Tensors]:
+    found: dict[torch.device, _Tensors] = {}
     for i, tensor in enumerate(tensors):
         given = many.local(operation, f"{name}[{i}]", tensor)
         groups = _shard_groups(operation, f"{name}[{i}]", tensor)
-        key = given.device, given.dtype
-        found.setdefault(key, _Bundle(*key)).add(given, groups)
+        if given.device not in found:
+            found[given.device] = (_OnCpu if given.is_cpu else _OnGpu)(given.device)
+        found[given.device].add(given, groups)
     if len(tensors) > _MOST:
         raise UnsupportedError(f"{operation}: {name} has {len(tensors)} tensors; accepted: up to {_MOST}")
-    if len({device.type for device, _ in found}) > 1:
+    if len({device.type for device in found}) > 1:
         raise DeviceMismatchError(f"{operation}: {name} has tensors on CPUs and on GPUs; expected one kind")
-    for bundle in found.values():
-        bundle.prepare()
+    for of_device in found.values():
+        of_device.prepare()
     return list(found.values())
 
 
-def _norm(operation: str, bundles: list[_Bundle], first: Tensor, squared: bool, max_norm: float) -> _Norm:
-    sharded = any(any(bundle.groups) for bundle in bundles)
-    for bundle in bundles:
-        bundle.find_keys(squared)
+def _norm(found: list[_Tensors], squared: bool, max_norm: float) -> _Norm:
+    sharded = any(any(tensors.groups) for tensors in found)
+    for tensors in found:
+        tensors.find_keys(squared)
     if sharded:
-        _all_reduce(bundles, "keys", True)
+        _all_reduce(found, "keys", True)
     if squared:
-        for bundle in bundles:
-            bundle.find_words()
+        for tensors in found:
+            tensors.find_words()
         if sharded:
-            _all_reduce(bundles, "words", False)
-    work = torch.float64 if any(bundle.dtype is torch.float64 for bundle in bundles) else torch.float32
-    device = first.device
-    parts = [bundle.results(squared).to(device=device, dtype=work, non_blocking=True) for bundle in bundles]
-    of_tensors = torch.cat(parts)
-    if device.type == "cpu":
-        from isograd.optimizers import norm_reference as ref
-
-        with default_environment():
-            values = of_tensors.numpy()
-            norm = ref.norm_of_sums(values) if squared else ref.largest(values)
-            pair = np.array([norm, ref.clip_factor(norm, max_norm)])
-        out = torch.from_numpy(pair)
-    else:
-        from isograd.optimizers import triton_norm
-
-        out = torch.empty(2, dtype=work, device=device)
-        with default_environment(), np.errstate(over="ignore"):
-            triton_norm.launch_finish(of_tensors, out, max_norm, squared)
+            _all_reduce(found, "words", False)
+    double = any(torch.float64 in tensors.dtypes for tensors in found)
+    work, first = torch.float64 if double else torch.float32, found[0]
+    parts = [tensors.results(squared, work).to(first.device, non_blocking=True) for tensors in found]
+    out = first.finish(torch.cat(parts), squared, max_norm)
     return _Norm(out[0], out[1:])
 
 
@@ -292,7 +337,7 @@ def get_total_norm(
     squared, given = _is_squared(operation, norm_type), _listed(operation, "tensors", tensors)
     if not given:
         return torch.tensor(0.0)
-    norm = _norm(operation, _bundles(operation, "tensors", given), given[0], squared, math.inf).norm
+    norm = _norm(_gathered(operation, "tensors", given), squared, math.inf).norm
     if error_if_nonfinite:
         _require_finite(operation, norm)
     return norm
@@ -319,13 +364,13 @@ def clip_grad_norm_(
     gradients = [p.grad for p in given if p.grad is not None]
     if not gradients:
         return torch.tensor(0.0)
-    bundles = _bundles(operation, "gradients", gradients)
-    norm, factor = _norm(operation, bundles, gradients[0], squared, most)
+    found = _gathered(operation, "gradients", gradients)
+    norm, factor = _norm(found, squared, most)
     if error_if_nonfinite:
         _require_finite(operation, norm)
-    for bundle in bundles:
-        bundle.scale(factor)
-        for tensor, copy in bundle.back:
+    for tensors in found:
+        tensors.scale(factor)
+        for tensor, copy in tensors.back:
             tensor.copy_(copy)
-    torch.autograd.graph.increment_version([many.local(operation, "gradients", g) for g in gradients])
+    torch.autograd.graph.increment_version(gradients)
     return norm

@@ -12,14 +12,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from isograd.errors import RecordingError, UnsupportedError
-from isograd.optimizers.chunks import COLUMNS, COUNT, STEP, chunks
+from isograd.optimizers.chunks import COLUMNS, chunks
+from isograd.optimizers.chunks import COUNT as COUNT
 from isograd.torch.tensors import DTYPES, require_tensor
 
 # A zero of the type that a kernel on the CPU sees for a dtype.
 KERNEL_TYPES = {
     torch.float16: np.int16(0), torch.bfloat16: np.uint16(0), torch.float32: np.float32(0), torch.float64: np.float64(0)
 }  # fmt: skip
-ALIGNMENT = 16  # bytes, of the widest access
+_WIDEST = 16  # bytes of an access
 
 
 # --- which tensors ---------------------------------------------------------------------------------------------------
@@ -32,25 +33,26 @@ def is_distributed(tensor: Tensor) -> bool:
 def local(operation: str, name: str, tensor: Any) -> Tensor:
     """The memory behind a tensor, of a DTensor what this rank holds; an error for what no kernel takes."""
     require_tensor(operation, tensor, name)
-    if is_distributed(tensor):
-        tensor = tensor.to_local()
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+    held: Tensor = tensor.to_local() if is_distributed(tensor) else tensor
+    if held.layout is not torch.strided or held.is_nested:
+        kind = "nested" if held.is_nested else str(held.layout).removeprefix("torch.")
         raise UnsupportedError(f"{operation}: {name} is {kind}; accepted: dense tensors")
-    if tensor.dtype not in DTYPES:
+    if held.dtype not in DTYPES:
         accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        given = str(tensor.dtype).removeprefix("torch.")
+        given = str(held.dtype).removeprefix("torch.")
         raise UnsupportedError(f"{operation}: {name} has dtype {given}; accepted: {accepted}")
-    if hasattr(type(tensor), "__tensor_flatten__"):
-        raise UnsupportedError(f"{operation}: {name} is a {type(tensor).__name__}; accepted: plain tensors and DTensors")
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise UnsupportedError(f"{operation}: {name} is on {tensor.device}; accepted: cpu, cuda")
-    return tensor
+    if hasattr(type(held), "__tensor_flatten__"):
+        raise UnsupportedError(
+            f"{operation}: {name} is a {type(held).__name__}; accepted: plain tensors and DTensors of them"
+        )
+    if not (held.is_cpu or held.is_cuda):
+        raise UnsupportedError(f"{operation}: {name} is on {held.device}; accepted: cpu, cuda")
+    return held
 
 
 def placements(tensor: Tensor) -> Any:
     """Where the parts of a DTensor are; None for any other tensor."""
-    return tensor.placements if is_distributed(tensor) else None  # type: ignore[attr-defined]
+    return getattr(tensor, "placements", None) if is_distributed(tensor) else None
 
 
 def _fills_memory(tensor: Tensor) -> bool:
@@ -75,23 +77,30 @@ def alike(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[t
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
+Integers = NDArray[np.int64]
 Row = tuple[Sequence[Tensor | None], Tensor | None]  # up to five tensors of one layout, and the count of steps
 
 
-def table_of(rows: Sequence[Row]) -> NDArray[np.int64]:
+def table_of(rows: Sequence[Row]) -> Integers:
     """A row a tensor: addresses, number of elements, address of the count of steps."""
-    table = np.zeros((len(rows), COLUMNS), np.int64)
-    for line, (tensors, step) in zip(table, rows, strict=True):
-        for place, tensor in enumerate(tensors):
-            if tensor is not None:
-                line[place], line[COUNT] = tensor.data_ptr(), tensor.numel()
-        line[STEP] = 0 if step is None else step.data_ptr()
-    return table
+    table = []
+    for tensors, step in rows:
+        addresses = [0 if t is None else t.data_ptr() for t in tensors]
+        count = next(t.numel() for t in tensors if t is not None)
+        table.append([*addresses, *[0] * (COUNT - len(addresses)), count, 0 if step is None else step.data_ptr()])
+    return np.array(table, np.int64).reshape(-1, COLUMNS)
 
 
-def is_aligned(table: NDArray[np.int64]) -> bool:
-    """Whether the tensors of a table may be read in the widest accesses."""
-    return not (table[:, :COUNT] % ALIGNMENT).any()
+def counts_of(table: Integers) -> Integers:
+    """The numbers of elements."""
+    return np.asarray(table[:, COUNT])
+
+
+def by_alignment(table: Integers) -> list[tuple[bool, Integers]]:
+    """The tensors that may be read in the widest accesses, and the others: numbers of elements, 0 for those elsewhere."""
+    aligned = (table[:, :COUNT] % _WIDEST == 0).all(axis=1)
+    parts = [(flag, np.where(aligned == flag, table[:, COUNT], 0)) for flag in (True, False)]
+    return [(flag, counts) for flag, counts in parts if counts.any()]
 
 
 # Memory that a graph's copies read at each replay: allocated beforehand, as nothing can be during a capture, and never
@@ -100,7 +109,7 @@ _reserve = torch.empty(0, dtype=torch.int64)
 _captured: list[Any] = []
 
 
-def upload(array: NDArray[np.int64], device: torch.device) -> Tensor:
+def upload(array: Integers, device: torch.device) -> Tensor:
     """Integers in a device's memory, without waiting, also while a graph is captured."""
     global _reserve
     host = torch.from_numpy(array)
@@ -136,9 +145,9 @@ def keep_for_graph(*tensors: Tensor) -> None:
 _places: dict[Any, Tensor] = {}
 
 
-def places(counts: tuple[int, ...], length: int, device: torch.device) -> Tensor:
+def places(counts: Integers, length: int, device: torch.device) -> Tensor:
     """`chunks` on a device; kept, since tensors have the same sizes in every step."""
-    key = counts, length, device
+    key = counts.tobytes(), length, device
     if (found := _places.get(key)) is None:
         found = upload(chunks(counts, length), device)
         if not capturing(device):  # what a graph copies is there when it is replayed, not before

@@ -27,19 +27,22 @@ import torch
 from torch import Tensor
 
 from isograd import parallel
-from isograd.errors import DeviceMismatchError, InvalidProblemError, UnsupportedError
+from isograd.errors import DeviceMismatchError, InvalidProblemError
 from isograd.fenv import default_environment
+from isograd.optimizers.chunks import chunks
 from isograd.optimizers.numbers import (
     ADAM,
     COUPLED,
     DECOUPLED,
     LION,
     NO_DECAY,
-    SGD as SGD_RULE,
     Rates,
     Update,
     numbers,
     rates,
+)
+from isograd.optimizers.numbers import (
+    SGD as SGD_RULE,
 )
 from isograd.torch import many_tensors as many
 from isograd.torch.tensors import NAMES, refuse, work_dtype
@@ -59,11 +62,11 @@ class _Problem(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A parameter: what is updated, gradient, two states and copy; its count of steps; its state, and what begins it."""
+    """A parameter; what is updated, gradient, two states and copy; its count of steps; the momentum, if it begins."""
 
+    p: Tensor
     tensors: list[Tensor | None]
     step: Tensor | None
-    state: dict[str, Any]
     begun: Tensor | None
 
 
@@ -158,22 +161,25 @@ class _Optimizer(torch.optim.Optimizer):
             master = state.get(_MASTER)
             copied = master is not None
             target = many.local(self._name, _MASTER, master) if copied else weights
-            key = _Problem(update._replace(first=begun is not None), weights.device, (target.dtype, grad.dtype, weights.dtype), copied)
+            dtypes = target.dtype, grad.dtype, weights.dtype
+            key = _Problem(update._replace(first=begun is not None), weights.device, dtypes, copied)
             tensors = [target, grad, *kept, *[None] * (2 - len(kept)), weights if copied else None]
-            problems.setdefault(key, []).append(_Row(tensors, state.get("step"), state, begun))
+            problems.setdefault(key, []).append(_Row(p, tensors, state.get("step"), begun))
         return problems
 
     def _gradient(self, p: Tensor, i: int) -> Tensor:
-        name = f"the gradient of params[{i}]"
-        grad = many.local(self._name, name, p.grad)
-        if p.grad.device != p.device:  # type: ignore[union-attr]
-            raise DeviceMismatchError(f"{self._name}: {name} is on {grad.device}; expected {p.device}")
+        name, given = f"the gradient of params[{i}]", p.grad
+        assert given is not None
+        grad = many.local(self._name, name, given)
+        if given.device != p.device:
+            raise DeviceMismatchError(f"{self._name}: {name} is on {given.device}; expected {p.device}")
         if grad.dtype not in (p.dtype, work_dtype(p.dtype)):
-            raise InvalidProblemError(f"{self._name}: {name} has dtype {grad.dtype}; expected {p.dtype} of the parameter")
-        if p.grad.shape != p.shape or many.placements(p.grad) != many.placements(p):  # type: ignore[arg-type,union-attr]
             raise InvalidProblemError(
-                f"{self._name}: {name} has shape {tuple(p.grad.shape)} and placements "  # type: ignore[union-attr]
-                f"{many.placements(p.grad)}; expected {tuple(p.shape)} and {many.placements(p)}"  # type: ignore[arg-type]
+                f"{self._name}: {name} has dtype {grad.dtype}; expected {p.dtype} of the parameter"
+            )
+        if many.placements(given) != many.placements(p):
+            raise InvalidProblemError(
+                f"{self._name}: {name} has placements {many.placements(given)}; expected {many.placements(p)}"
             )
         return grad
 
@@ -196,7 +202,6 @@ class _Optimizer(torch.optim.Optimizer):
 
     def _run(self, group: Mapping[str, Any], problem: _Problem, rows: list[_Row], place: Any) -> None:
         update = problem.update
-        written = [t for row in rows for i, t in enumerate(row.tensors) if t is not None and i != 1]
         if steps := [row.step for row in rows if row.step is not None]:
             torch._foreach_add_(steps, 1)
         back: list[tuple[Tensor, Tensor]] = []
@@ -205,21 +210,21 @@ class _Optimizer(torch.optim.Optimizer):
             back += [(t, copy) for t, copy in moved if t is not row.tensors[1]]
             rows[i] = row._replace(tensors=tensors)
             if row.begun is not None:
-                row.state[update.states[0]] = row.begun
+                self.state[row.p][update.states[0]] = row.begun
         with default_environment():
             of = rates(update, group)
         run = self._on_cpu if problem.device.type == "cpu" else self._on_gpu
         run(group["lr"], problem, of, rows, place)
         for tensor, copy in back:
             tensor.copy_(copy)
-        torch.autograd.graph.increment_version(written)
+        torch.autograd.graph.increment_version([row.p for row in rows])
 
     def _on_cpu(self, lr: Any, problem: _Problem, of: Rates, rows: list[_Row], place: Any) -> None:
         from isograd.optimizers import numba_updates
 
         update, rate = problem.update, self._number("lr", lr)
         like_p, like_g, like_copy = (many.KERNEL_TYPES[dtype] for dtype in problem.dtypes)
-        zero = np.float64(0) if like_p.dtype == np.float64 else np.float32(0)
+        zero = np.float64(0) if problem.dtypes[0] is torch.float64 else np.float32(0)
         made: dict[int, Any] = {}
         with default_environment():
             counts = [0 if row.step is None else int(row.step.item()) for row in rows]
@@ -227,7 +232,7 @@ class _Optimizer(torch.optim.Optimizer):
                 made[count] = numbers(update, of, rate, count, zero.dtype)
             values = np.stack([made[count] for count in counts])
         table = many.table_of([(row.tensors, row.step) for row in rows])
-        where = many.chunks(tuple(table[:, many.COUNT].tolist()), numba_updates.LENGTH)
+        where = chunks(many.counts_of(table), numba_updates.LENGTH)
         parallel.for_ranges(
             numba_updates.update_chunks, len(where), parallel.grain(len(where), numba_updates.LENGTH), like_p, like_g,
             like_copy, zero, table.ctypes.data, values.ctypes.data, where.ctypes.data, update.rule, update.decay,
@@ -239,16 +244,16 @@ class _Optimizer(torch.optim.Optimizer):
             from isograd.optimizers import triton_updates
 
         table = many.table_of([(row.tensors, row.step) for row in rows])
-        counts = tuple(table[:, many.COUNT].tolist())
-        length = triton_updates.chunk_length(sum(counts))
-        where = many.places(counts, length, problem.device)
-        names = tuple([NAMES[dtype] for dtype in problem.dtypes])
-        rate = lr if isinstance(lr, Tensor) and lr.is_cuda else self._number("lr", lr)
-        if where.shape[0]:
+        length = triton_updates.chunk_length(int(many.counts_of(table).sum()))
+        types = tuple([NAMES[dtype] for dtype in problem.dtypes])
+        rate = lr.to(problem.device) if isinstance(lr, Tensor) and lr.is_cuda else self._number("lr", lr)
+        on_device = self._uploaded(table, problem.device, place)
+        values = triton_updates.numbers_of(problem.update, of, rate, on_device, types[0])
+        for aligned, counts in many.by_alignment(table):
+            where = many.places(counts, length, problem.device)
             triton_updates.launch_updates(
-                problem.update, of, rate, self._uploaded(table, problem.device, place), where, length, names,
-                problem.copied, many.is_aligned(table),
-            )  # fmt: skip
+                problem.update, on_device, where, values, length, types, problem.copied, aligned
+            )
 
     def _uploaded(self, table: Any, device: torch.device, place: Any) -> Tensor:
         """A table on a GPU, kept while the addresses stay the same."""
