@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 import isograd as ig  # noqa: E402
 import isograd.torch as igt  # noqa: E402
+from isograd import fenv  # noqa: E402
 from isograd.errors import InvalidProblemError, UnsupportedError  # noqa: E402
 from isograd.numerics.reference import narrow, widen  # noqa: E402
 from isograd.optimizers import reference  # noqa: E402
@@ -300,3 +301,31 @@ def test_nothing_is_written_before_an_error():
             optimizer.step()
         assert (first == 1).all()
         assert "momentum_buffer" not in optimizer.state[first]
+
+
+@pytest.mark.skipif(not fenv._X86, reason="sets MXCSR")
+@pytest.mark.parametrize("name", CASES)
+def test_the_callers_floating_point_environment(name):
+    kind, options = CASES[name]
+
+    rng = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(40, 50, generator=rng) for _ in range(3)]
+
+    def run():
+        p = torch.nn.Parameter(drawn[0].clone())
+        optimizer = make(kind, [p], {**options, "weight_decay": 1e-310})
+        for g in drawn[1:]:
+            p.grad = g.clone()
+            norm = igt.clip_grad_norm_(p, 0.1)
+            optimizer.step()
+        return bits(p), bits(norm)
+
+    expected = run()
+    for mode in (0x5F80, 0x9FC0):  # round up; flush subnormals, as torch.set_flush_denormal does
+        previous = fenv.enter()
+        try:
+            fenv.leave(mode)
+            found = run()
+        finally:
+            fenv.leave(previous)
+        assert found == expected

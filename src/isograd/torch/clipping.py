@@ -139,17 +139,15 @@ class _OnCpu(_Tensors):
     def results(self, squared: bool, work: torch.dtype) -> Tensor:
         types = [np.float64 if tensor.dtype is torch.float64 else np.float32 for tensor in self.tensors]
         keys = self.keys.tolist()
-        with default_environment():
-            if squared:
-                found = list(map(ref.sum_of_words, keys, self.words.tolist(), types))
-            else:
-                found = list(map(ref.key_value, keys, types))
-            return torch.from_numpy(np.array(found, np.float64 if work is torch.float64 else np.float32))
+        if squared:
+            found = list(map(ref.sum_of_words, keys, self.words.tolist(), types))
+        else:
+            found = list(map(ref.key_value, keys, types))
+        return torch.from_numpy(np.array(found, np.float64 if work is torch.float64 else np.float32))
 
     def finish(self, results: Tensor, squared: bool, max_norm: float) -> Tensor:
-        with default_environment():
-            norm = ref.norm_of_sums(results.numpy()) if squared else ref.largest(results.numpy())
-            return torch.from_numpy(np.array([norm, ref.clip_factor(norm, max_norm)]))
+        norm = ref.norm_of_sums(results.numpy()) if squared else ref.largest(results.numpy())
+        return torch.from_numpy(np.array([norm, ref.clip_factor(norm, max_norm)]))
 
     def scale(self, factor: Tensor) -> None:
         from isograd.optimizers import numba_norm
@@ -157,9 +155,8 @@ class _OnCpu(_Tensors):
         if factor.item() == 1:
             return
         for part in self.parts:
-            with default_environment(), np.errstate(all="ignore"):
-                work = np.float64 if part.dtype is torch.float64 else np.float32
-                value = work(factor.numpy())
+            with np.errstate(all="ignore"):
+                value = np.float64(factor.item()) if part.dtype is torch.float64 else np.float32(factor.item())
             self._run(numba_norm.scale_chunks, part, value)
 
 
@@ -167,8 +164,7 @@ class _OnGpu(_Tensors):
     """Triton; nothing waits."""
 
     def prepare(self) -> None:
-        with default_environment():
-            from isograd.optimizers import triton_norm
+        from isograd.optimizers import triton_norm
 
         super().prepare()
         self._kernels = triton_norm
@@ -215,7 +211,7 @@ class _OnGpu(_Tensors):
 
     def finish(self, results: Tensor, squared: bool, max_norm: float) -> Tensor:
         out = torch.empty(2, dtype=results.dtype, device=self.device)
-        with default_environment(), np.errstate(over="ignore"):
+        with np.errstate(over="ignore"):
             self._kernels.launch_finish(results, out, max_norm, squared)
         return out
 
@@ -337,7 +333,8 @@ def get_total_norm(
     squared, given = _is_squared(operation, norm_type), _listed(operation, "tensors", tensors)
     if not given:
         return torch.tensor(0.0)
-    norm = _norm(_gathered(operation, "tensors", given), squared, math.inf).norm
+    with default_environment():
+        norm = _norm(_gathered(operation, "tensors", given), squared, math.inf).norm
     if error_if_nonfinite:
         _require_finite(operation, norm)
     return norm
@@ -364,13 +361,14 @@ def clip_grad_norm_(
     gradients = [p.grad for p in given if p.grad is not None]
     if not gradients:
         return torch.tensor(0.0)
-    found = _gathered(operation, "gradients", gradients)
-    norm, factor = _norm(found, squared, most)
-    if error_if_nonfinite:
-        _require_finite(operation, norm)
-    for tensors in found:
-        tensors.scale(factor)
-        for tensor, copy in tensors.back:
-            tensor.copy_(copy)
+    with default_environment():
+        found = _gathered(operation, "gradients", gradients)
+        norm, factor = _norm(found, squared, most)
+        if error_if_nonfinite:
+            _require_finite(operation, norm)
+        for tensors in found:
+            tensors.scale(factor)
+            for tensor, copy in tensors.back:
+                tensor.copy_(copy)
     torch.autograd.graph.increment_version(gradients)
     return norm

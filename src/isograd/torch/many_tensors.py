@@ -97,7 +97,7 @@ def counts_of(table: Integers) -> Integers:
 
 
 def by_alignment(table: Integers) -> list[tuple[bool, Integers]]:
-    """The tensors that may be read in the widest accesses, and the others: numbers of elements, 0 for those elsewhere."""
+    """Numbers of elements of the tensors that may be read in the widest accesses, then of the others; else 0."""
     aligned = (table[:, :COUNT] % _WIDEST == 0).all(axis=1)
     parts = [(flag, np.where(aligned == flag, table[:, COUNT], 0)) for flag in (True, False)]
     return [(flag, counts) for flag, counts in parts if counts.any()]

@@ -138,13 +138,14 @@ class _Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found = []
-        for group in self.param_groups:
-            self._checked(group)
-            found.append((group, self._problems(group)))
-        for place, (group, problems) in enumerate(found):
-            for number, (problem, rows) in enumerate(problems.items()):
-                self._run(group, problem, rows, (place, number))
+        with default_environment():
+            found = []
+            for group in self.param_groups:
+                self._checked(group)
+                found.append((group, self._problems(group)))
+            for place, (group, problems) in enumerate(found):
+                for number, (problem, rows) in enumerate(problems.items()):
+                    self._run(group, problem, rows, (place, number))
         return loss
 
     def _problems(self, group: Mapping[str, Any]) -> dict[_Problem, list[_Row]]:
@@ -211,8 +212,7 @@ class _Optimizer(torch.optim.Optimizer):
             rows[i] = row._replace(tensors=tensors)
             if row.begun is not None:
                 self.state[row.p][update.states[0]] = row.begun
-        with default_environment():
-            of = rates(update, group)
+        of = rates(update, group)
         run = self._on_cpu if problem.device.type == "cpu" else self._on_gpu
         run(group["lr"], problem, of, rows, place)
         for tensor, copy in back:
@@ -225,12 +225,9 @@ class _Optimizer(torch.optim.Optimizer):
         update, rate = problem.update, self._number("lr", lr)
         like_p, like_g, like_copy = (many.KERNEL_TYPES[dtype] for dtype in problem.dtypes)
         zero = np.float64(0) if problem.dtypes[0] is torch.float64 else np.float32(0)
-        made: dict[int, Any] = {}
-        with default_environment():
-            counts = [0 if row.step is None else int(row.step.item()) for row in rows]
-            for count in set(counts):
-                made[count] = numbers(update, of, rate, count, zero.dtype)
-            values = np.stack([made[count] for count in counts])
+        counts = [0 if row.step is None else int(row.step.item()) for row in rows]
+        made = {count: numbers(update, of, rate, count, zero.dtype) for count in set(counts)}
+        values = np.stack([made[count] for count in counts])
         table = many.table_of([(row.tensors, row.step) for row in rows])
         where = chunks(many.counts_of(table), numba_updates.LENGTH)
         parallel.for_ranges(
@@ -240,15 +237,15 @@ class _Optimizer(torch.optim.Optimizer):
         )  # fmt: skip
 
     def _on_gpu(self, lr: Any, problem: _Problem, of: Rates, rows: list[_Row], place: Any) -> None:
-        with default_environment():
-            from isograd.optimizers import triton_updates
+        from isograd.optimizers import triton_updates
 
         table = many.table_of([(row.tensors, row.step) for row in rows])
         length = triton_updates.chunk_length(int(many.counts_of(table).sum()))
-        types = tuple([NAMES[dtype] for dtype in problem.dtypes])
+        p_type, g_type, copy_type = (NAMES[dtype] for dtype in problem.dtypes)
+        types = p_type, g_type, copy_type
         rate = lr.to(problem.device) if isinstance(lr, Tensor) and lr.is_cuda else self._number("lr", lr)
         on_device = self._uploaded(table, problem.device, place)
-        values = triton_updates.numbers_of(problem.update, of, rate, on_device, types[0])
+        values = triton_updates.numbers_of(problem.update, of, rate, on_device, p_type)
         for aligned, counts in many.by_alignment(table):
             where = many.places(counts, length, problem.device)
             triton_updates.launch_updates(
