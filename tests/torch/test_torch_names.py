@@ -145,7 +145,8 @@ def bad():
 def test_no_function_is_left_out():
     # Functions of `isograd.ops` are tried in tests of their own.
     tried = {name for name, *_ in (*good(), *bad())} | set(exported.__all__)
-    assert tried == set(igt.__all__) - CLASSES - set(igt._LATE) - {"register_transformers"}
+    others = {"register_transformers", "optim", "clip_grad_norm_", "get_total_norm"}  # errors of these: their own tests
+    assert tried == set(igt.__all__) - CLASSES - set(igt._LATE) - others
 
 
 def test_an_error_names_the_function_that_was_called_and_its_arguments():

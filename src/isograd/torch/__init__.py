@@ -50,9 +50,9 @@ from isograd.torch.routing import (
 
 if TYPE_CHECKING:
     from isograd.torch import distributed
+    from isograd.torch import optim as optim
     from isograd.torch.audit_report import Audit
     from isograd.torch.auditing import audit
-    from isograd.torch import optim as optim
     from isograd.torch.switch import Report, Switch, use
     from isograd.torch.tracing import Trace, trace
 
