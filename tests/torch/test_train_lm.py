@@ -1,7 +1,10 @@
 """The example that trains a language model: a few steps of it."""
 
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,8 +54,33 @@ def test_a_run_can_be_repeated(example, monkeypatch):
 
 
 def test_it_learns(example):
-    console = example.Console(quiet=True)
-    (_, text, untrained), (model, _, trained) = (example.train(steps, "cpu", 0, console) for steps in (1, 30))
-    assert trained < untrained - 0.8
+    console, losses = example.Console(quiet=True), []
+    for steps in (1, 30):
+        trained = example.Run(30, "cpu", 0, "none", 2)
+        example.train(trained, steps, console)
+        losses.append(trained.losses[-1])
+    assert losses[1] < losses[0] - 0.8
+    model, text = trained.model, trained.text
     assert example.sample(model, text, "The ", 5, 0) == example.sample(model, text, "The ", 5, 0)
     assert len(text.alphabet) == model.head.out_features
+
+
+@pytest.mark.thorough
+def test_ranks_sharding_and_a_resume_leave_the_digest(example, tmp_path):
+    def ranks(count, *arguments):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "ISOGRAD_NUM_THREADS": "1"}
+        found = subprocess.run(
+            [*command, str(EXAMPLE), "--steps", "4", *arguments], env=environment, capture_output=True, text=True,
+            timeout=300, check=False,
+        )  # fmt: skip
+        assert found.returncode == 0, found.stderr
+        return re.search(r"digest of the weights: ([0-9a-f]{64})", found.stdout).group(1)
+
+    alone = run(example, "--steps", "4")
+    state, picture = tmp_path / "run.pt", tmp_path / "loss.png"
+    assert ranks(2, "--parallel", "ddp") == alone
+    assert ranks(2, "--parallel", "fsdp2", "--stop", "2", "--checkpoint", str(state)) != alone
+    assert ranks(4, "--parallel", "fsdp2", "--resume", str(state), "--plot", str(picture)) == alone
+    assert picture.stat().st_size > 1000
+    assert run(example, "--steps", "4", "--resume", str(state)) == alone
