@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 import isograd
 from isograd.cli.files import checked_file
 from isograd.numerics import random
-from isograd.softmax import bounds, reference
+from isograd.numerics.bounds import ulp
+from isograd.ops.softmax import reference
 
 Array = NDArray[Any]
 
@@ -73,7 +74,7 @@ def main() -> None:
     for operation, functions in contenders().items():
         for name, x in inputs().items():
             exact = oracles[operation](x)
-            spacing = bounds.ulp(exact, "float32")
+            spacing = ulp(exact, "float32")
             errors = {
                 who: float(np.max(np.abs(function(x).astype(np.longdouble) - exact) / spacing))
                 for who, function in functions.items()

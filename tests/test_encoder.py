@@ -31,7 +31,7 @@ def test_nothing_runs_before_the_block_ends():
 def test_replay_reads_the_arguments_again():
     x, dy = data(), data(1)
     y, dx = np.empty_like(x), np.empty_like(x)
-    plan = ig.SoftmaxPlan.select(ig.SoftmaxDescriptor("log_softmax", x.shape, "float32", 0))
+    plan = ig.LogSoftmaxPlan.select(ig.LogSoftmaxDescriptor(x.shape, "float32", 0))
     with ig.Encoder("cpu") as encoder:
         plan.run(x=x, y=y)
         ig.log_softmax_backward(dy, y, axis=0, out=dx)
@@ -171,7 +171,7 @@ def test_an_argument_that_was_freed():
 
 def test_devices_streams_and_kinds_of_arrays():
     x, y = data(), np.empty((4, 6), np.float32)
-    plan = ig.SoftmaxPlan.select(ig.SoftmaxDescriptor("softmax", x.shape, "float32", -1))
+    plan = ig.SoftmaxPlan.select(ig.SoftmaxDescriptor(x.shape, "float32", -1))
     with pytest.raises(DeviceMismatchError, match="it runs on cpu; the encoder records for cuda"), ig.Encoder("cuda"):
         plan.run(x=x, y=y)
     with pytest.raises(InvalidProblemError, match="stream"), ig.Encoder():

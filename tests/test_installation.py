@@ -83,7 +83,7 @@ def test_everything_but_tensors_works_without_torch(run_python, right):
     """
     more = """
 try:
-    ig.SoftmaxPlan.select(ig.SoftmaxDescriptor("softmax", (2, 3), "float32"), device="cuda")
+    ig.SoftmaxPlan.select(ig.SoftmaxDescriptor((2, 3), "float32"), device="cuda")
 except ig.UnsupportedError as error:
     print("torch is not installed" in str(error))
 try:

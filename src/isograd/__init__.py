@@ -192,18 +192,6 @@ with default_environment():
         RouterZLossPlan,
         TopKPlan,
     )
-    from isograd.softmax.api import (
-        log_softmax,
-        log_softmax_backward,
-        softmax,
-        softmax_backward,
-    )
-    from isograd.softmax.plans import (
-        SoftmaxBackwardDescriptor,
-        SoftmaxBackwardPlan,
-        SoftmaxDescriptor,
-        SoftmaxPlan,
-    )
     from isograd.tape import (
         Tape,
         Variable,
@@ -286,10 +274,6 @@ __all__ = [
     "RouterZLossPlan",
     "ScatterSumDescriptor",
     "ScatterSumPlan",
-    "SoftmaxBackwardDescriptor",
-    "SoftmaxBackwardPlan",
-    "SoftmaxDescriptor",
-    "SoftmaxPlan",
     "StepError",
     "TakeAlongAxisBackwardDescriptor",
     "TakeAlongAxisBackwardPlan",
@@ -330,8 +314,6 @@ __all__ = [
     "load_balancing_loss",
     "load_balancing_loss_backward",
     "log",
-    "log_softmax",
-    "log_softmax_backward",
     "max",
     "maximum",
     "mean",
@@ -358,8 +340,6 @@ __all__ = [
     "set_num_threads",
     "sigmoid",
     "silu",
-    "softmax",
-    "softmax_backward",
     "sqrt",
     "sum",
     "take_along_axis",

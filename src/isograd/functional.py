@@ -70,6 +70,14 @@ def empty(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
     return memory.with_huge_pages(torch.empty(shape, dtype=getattr(torch, dtype), device=like.device))
 
 
+def empty_like(like: Any) -> Any:
+    """The same of the shape, the dtype and the layout of `like`."""
+    if type(like) is np.ndarray:
+        return np.empty_like(like)
+    with unguarded():
+        return memory.with_huge_pages(sys.modules["torch"].empty_like(like))
+
+
 def refuse_gradients(operation: str, arguments: Mapping[str, Any]) -> None:
     """Raise UnsupportedError for a tensor that autograd follows: the result would silently lack its history."""
     torch = sys.modules.get("torch")

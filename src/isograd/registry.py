@@ -33,10 +33,6 @@ class Entry(NamedTuple):
 
 # A family registers its kernels when its plans module is imported.
 _FAMILIES = (
-    "isograd.softmax.plans",
-    "isograd.softmax.cuda",
-    "isograd.softmax.metal",
-    "isograd.softmax.mlx",
     "isograd.gather.plans",
     "isograd.gather.cuda",
     "isograd.gather.metal",

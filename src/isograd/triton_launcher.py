@@ -25,7 +25,8 @@ class Specification(NamedTuple):
     """What follows the tensors in a kernel's signature, how many programs run, and options of the compiler.
 
     free: arguments that vary with the number of rows or tokens and say nothing about how memory is read; nothing is
-    compiled anew for their values.
+    compiled anew for their values. ctas: blocks of a cluster, which a program is. stays: programs take one piece of
+    work after another; no more run than the device holds at a time.
     """
 
     tail: tuple[Any, ...]
@@ -34,6 +35,8 @@ class Specification(NamedTuple):
     stages: int | None = None
     registers: int | None = None
     free: tuple[str, ...] = ()
+    ctas: int = 1
+    stays: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -43,6 +46,8 @@ class Specification(NamedTuple):
             options["num_stages"] = self.stages
         if self.registers is not None:
             options["maxnreg"] = self.registers
+        if self.ctas > 1:
+            options["num_ctas"] = self.ctas
         return options
 
 
@@ -107,6 +112,24 @@ def submit(
             prepared(torch._C._cuda_getCurrentRawStream(index), *arguments)
 
 
+def _resident(compiled: Any, specification: Specification) -> int:
+    """Programs, of a kernel in which they stay, that the current device holds at a time."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    registers = specification.registers or compiled.n_regs
+    available = properties.shared_memory_per_multiprocessor
+    # What the exchanges take at most (`rows/gluon_exchange.py`), and what every block needs besides.
+    boxes = 32 * specification.ctas * specification.warps + 2048
+    blocks = min(65536 // (registers * 32 * specification.warps), available // (compiled.metadata.shared + boxes))
+    blocks = max(blocks, 1)
+    if specification.ctas == 1:
+        return int(properties.multi_processor_count * blocks)
+    # The driver knows how many clusters fit its groups of processors. It counts shared memory alone, so it is asked
+    # with as much of that as leaves room for `blocks` blocks.
+    shared = max(compiled.metadata.shared, available // blocks - boxes)
+    utils = triton.runtime.driver.active.utils
+    return int(utils.cuOccupancyMaxActiveClusters(compiled.function, shared, specification.ctas))
+
+
 class Launcher:
     """A kernel for one problem: call it with tensors of one device, whose current stream it uses.
 
@@ -155,6 +178,8 @@ class Launcher:
             with compilation_told():
                 compiled = self._kernel.warmup(*shown, *numbers, *tail, grid=(programs,), **options)
             run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+            if self._specification.stays:
+                programs = min(programs, _resident(compiled, self._specification))
             if getattr(compiled.metadata, "global_scratch_size", 0):
                 run = _with_scratch(run)
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from softmax_kernel import NumbaSoftmax
 
 import isograd as ig
 from isograd import parallel, registry
 from isograd.cli import check, devices, suites
 from isograd.cli.devices import DEVICES
 from isograd.gather.plans import COPIES
-from isograd.softmax.plans import NumbaSoftmax
 
 ONE = ("--operation", "softmax", "--dtype", "float32")
 SOME = ("softmax_backward", "cross_entropy", "index_sum", "moe_combine")  # one of each family that sums
@@ -141,7 +141,7 @@ def test_missing_published_digest(cli, monkeypatch):
 
 
 def test_other_inputs_are_told_from_wrong_results(cli, monkeypatch):
-    monkeypatch.setattr("isograd.cli.suites.softmax.normal", lambda shape, stream: np.zeros(shape))
+    monkeypatch.setattr("isograd.ops.softmax.cases.normal", lambda shape, stream: np.zeros(shape))
     result = cli("verify", "--json", *ONE)
     assert result.exit_code == 1
     assert "inputs" in checks(reports(result)["numba"])

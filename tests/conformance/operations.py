@@ -12,7 +12,7 @@ from isograd.core.attributes import Choice, Flag, Scale, Word, signed
 from isograd.core.operands import AlongAxis, Like, PerRow
 from isograd.core.operation import Operation
 from isograd.numerics.storage import compute_dtype
-from isograd.ops import FOLDERS, OPERATIONS
+from isograd.ops import OPERATIONS
 
 NUMPY = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
 FLAVOURS = ("normal", "spread", "special", "masked", "offset")
@@ -114,7 +114,7 @@ def launch_of(name: str) -> Any:
     """The function that launches an operation's Triton kernels."""
     from isograd.core import kernel
 
-    module = next(f"isograd.ops.{folder}.triton" for folder in FOLDERS if name.startswith(folder))
+    module = OPERATIONS[name].plan_type.__module__.replace(".operation", ".triton")
     importlib.import_module(module)
     return kernel.functions[name, module].launch
 

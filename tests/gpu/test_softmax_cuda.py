@@ -14,8 +14,9 @@ pytest.importorskip("triton", reason="needs triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from isograd.softmax import reference, triton_kernels  # noqa: E402
-from isograd.softmax.triton_launch import Configuration, launch, specify  # noqa: E402
+from isograd.ops.softmax import reference  # noqa: E402
+from isograd.ops.softmax.triton import launch  # noqa: E402
+from isograd.rows.triton_configuration import Configuration  # noqa: E402
 
 OPERATIONS = ("softmax", "log_softmax", "softmax_backward", "log_softmax_backward")
 NUMPY = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
@@ -50,10 +51,7 @@ def check(
     operation: str, arrays: Sequence[Any], tensors: Sequence[Any], out: Any, axis: int, config: Any = None
 ) -> None:
     expected = getattr(reference, operation)(*arrays, axis)
-    if config is None:
-        getattr(triton_kernels, operation)(*tensors, out, axis)
-    else:
-        launch(triton_kernels.KERNELS, operation, (*tensors, out), axis, config)
+    launch(operation, (*tensors, out), axis, config)
     np.testing.assert_array_equal(bits(to_numpy(out)), bits(expected))
 
 
@@ -171,7 +169,7 @@ def test_tilings_give_equal_bits(operation: str, dtype: str) -> None:
     generator = torch.Generator("cuda").manual_seed(1)
     count = 3 if operation.endswith("backward") else 2
     tensors = [torch.randn(64, n, device="cuda", generator=generator).to(getattr(torch, dtype)) for _ in range(count)]
-    configurations = [specify(triton_kernels.KERNELS, operation, tensors, 1).config]
+    configurations: list[Configuration | None] = [None]  # what the rule says
     for warps, rows in itertools.product((4, 8), (1, 2)):
         configurations.append(Configuration("tile", n, rows, warps, rows * n // (32 * warps), 16 // size))
     configurations.append(Configuration("loop", 1024, 2, 4, 16, 16 // size))
@@ -186,7 +184,7 @@ def test_tilings_give_equal_bits(operation: str, dtype: str) -> None:
     found = set()
     for config in configurations:
         tensors[-1].fill_(7)
-        launch(triton_kernels.KERNELS, operation, tensors, 1, config)
+        launch(operation, tensors, 1, config)
         found.add(digest(tensors[-1]))
     assert len(found) == 1
 
@@ -218,14 +216,13 @@ def test_strips_of_the_rule(operation: str, dtype: str, n: int, inner: int) -> N
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_batch_splits_give_equal_bits(operation: str) -> None:
     tensors = [torch.randn(96, 3000, device="cuda") for _ in range(3 if operation.endswith("backward") else 2)]
-    function = getattr(triton_kernels, operation)
-    function(*tensors, 1)
+    launch(operation, tensors, 1)
     whole = tensors[-1].clone()
     for size in (1, 7, 32):
         parts = torch.empty_like(whole)
         for start in range(0, 96, size):
             chunk = slice(start, start + size)
-            function(*(t[chunk] for t in tensors[:-1]), parts[chunk], 1)
+            launch(operation, (*(t[chunk] for t in tensors[:-1]), parts[chunk]), 1)
         assert torch.equal(whole.view(torch.int32), parts.view(torch.int32))
 
 
@@ -233,13 +230,13 @@ def test_batch_splits_give_equal_bits(operation: str) -> None:
 def test_repetitions_under_load_give_equal_bits(n: int) -> None:
     dy, y = torch.randn(200, n, device="cuda"), torch.rand(200, n, device="cuda")
     out, first = torch.empty_like(dy), torch.empty_like(dy)
-    triton_kernels.softmax_backward(dy, y, first, 1)
+    launch("softmax_backward", (dy, y, first), 1)
     noise, side = torch.empty(1 << 26, device="cuda"), torch.cuda.Stream()
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(1000):
         with torch.cuda.stream(side):
             noise.add_(1)
-        triton_kernels.softmax_backward(dy, y, out, 1)
+        launch("softmax_backward", (dy, y, out), 1)
         wrong += (out.view(torch.int32) != first.view(torch.int32)).sum()
     assert wrong.item() == 0
 
@@ -247,16 +244,16 @@ def test_repetitions_under_load_give_equal_bits(n: int) -> None:
 def test_other_stream_and_graph() -> None:
     x = torch.randn(64, 5000, device="cuda")
     expected, out = torch.empty_like(x), torch.empty_like(x)
-    triton_kernels.softmax(x, expected, 1)
+    launch("softmax", (x, expected), 1)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        triton_kernels.softmax(x, out, 1)
+        launch("softmax", (x, out), 1)
     stream.synchronize()
     assert torch.equal(out, expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        triton_kernels.softmax(x, out, 1)
+        launch("softmax", (x, out), 1)
     out.zero_()
     graph.replay()
     torch.cuda.synchronize()
@@ -267,8 +264,8 @@ def test_other_stream_and_graph() -> None:
 def test_device_that_is_not_current() -> None:
     x = torch.randn(64, 5000, device="cuda:1")
     out, expected = torch.empty_like(x), torch.empty(64, 5000, device="cuda:0")
-    triton_kernels.softmax(x, out, 1)
-    triton_kernels.softmax(x.to("cuda:0"), expected, 1)
+    launch("softmax", (x, out), 1)
+    launch("softmax", (x.to("cuda:0"), expected), 1)
     assert torch.equal(out.cpu(), expected.cpu())
 
 
@@ -279,7 +276,7 @@ def test_more_than_2_31_elements() -> None:
     x = torch.zeros(rows, n, device="cuda", dtype=torch.bfloat16)
     x[-1] = torch.randn(n, device="cuda")
     out = torch.empty_like(x)
-    triton_kernels.softmax(x, out, 1)
+    launch("softmax", (x, out), 1)
     expected = reference.softmax(to_numpy(x[-1:]), 1)
     np.testing.assert_array_equal(bits(to_numpy(out[-1:])), bits(expected))
     assert bool((out[:-1] == out[0, 0]).all())

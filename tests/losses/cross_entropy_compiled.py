@@ -8,7 +8,6 @@ import triton_targets
 
 import isograd as ig
 from isograd.losses import triton_cross_entropy_launch as triton_launch
-from isograd.losses.gluon_cross_entropy import gradient_staged
 
 KINDS = {
     "cross_entropy": ig.CrossEntropyDescriptor,
@@ -33,13 +32,9 @@ def kernel_for(target: str, operation: str, shape: tuple[int, ...], dtype: str, 
         specification = specify(*key)
         found.append((kernel, tensors, specification.tail, specification.options, numbers))
 
-    def launch_staged(problem: Any, tensors: Any) -> None:
-        found.append((gradient_staged, tensors, problem.tail, problem.options, ()))
-
     arch = triton_targets.architecture(target)
     with (
         mock.patch.object(triton_launch, "launch", launch),
-        mock.patch.object(triton_launch, "_launch_staged", launch_staged),
         mock.patch.object(triton_launch, "numbers", return_value=given["losses" if "losses" in given else "dlosses"]),
         mock.patch.object(triton_launch, "architecture", return_value=arch),
     ):

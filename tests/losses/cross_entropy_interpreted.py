@@ -29,7 +29,7 @@ from isograd.losses import cross_entropy_cuda, linear_bounds, linear_reference, 
 from isograd.losses import cross_entropy_reference as reference
 from isograd.losses.linear_torch import Pieces
 from isograd.losses.triton_cross_entropy_launch import cross_entropy, cross_entropy_backward_in_part
-from isograd.softmax.triton_launch import Configuration
+from isograd.rows.triton_configuration import Configuration
 
 INTEGER = {"float16": np.int16, "bfloat16": np.int16, "float32": np.int32, "float64": np.int64}
 Case = tuple[str, bool]

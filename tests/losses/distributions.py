@@ -7,8 +7,8 @@ import numpy as np
 
 from isograd.losses import divergence_reference
 from isograd.ops.gumbel_softmax import reference as gumbel_reference
+from isograd.ops.softmax import reference as softmax_reference
 from isograd.ops.sparsemax import reference as sparsemax_reference
-from isograd.softmax import reference as softmax_reference
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 NAMES = {np.dtype(d): np.dtype(d).name for d in DTYPES}

@@ -9,7 +9,7 @@ from choices import first_only
 from emulator import BARRIER, SCHEDULES, EmulatorError, Library, library, needs_compiler, without_barrier
 
 from isograd import metal
-from isograd.softmax import reference
+from isograd.ops.softmax import reference
 
 pytestmark = needs_compiler
 _HEADER = "#include <metal_stdlib>\nusing namespace metal;\n"

@@ -18,11 +18,11 @@ from isograd.cli.suites import cases
 from isograd.cli.verify import as_dict
 from isograd.errors import InvalidProblemError, UnsupportedError
 from isograd.gather.metal import MetalGather
+from isograd.ops.softmax import reference
 from isograd.plan import Plan
-from isograd.softmax import reference
-from isograd.softmax.metal import MetalSoftmax
 
 METAL = [entry for entry in registry.kernels() if entry.device == "mps"]
+SOFTMAX = next(entry.kernel for entry in METAL if entry.operation == "softmax")
 
 
 class EmulatedShader:
@@ -74,7 +74,7 @@ def apple(shaders: list[EmulatedShader], monkeypatch: pytest.MonkeyPatch) -> lis
 def test_plans_run_through_torch(apple: list[EmulatedShader]) -> None:
     """Sources are compiled and functions looked up once."""
     x = np.random.default_rng(1).standard_normal((6, 50)).astype(np.float32)
-    plan = isograd.SoftmaxPlan.select(isograd.SoftmaxDescriptor("softmax", (6, 50), "float32"), device="mps")
+    plan = isograd.SoftmaxPlan.select(isograd.SoftmaxDescriptor((6, 50), "float32"), device="mps")
     for scale in (1, 2):
         y = torch.empty(6, 50)
         plan.run(x=tensor(x * np.float32(scale)), y=y)
@@ -137,7 +137,7 @@ def test_isograd_torch_differentiates_through_metal(
 
 
 def test_every_kernel_says_why_it_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    reasons = {entry.kernel.reject(None) for entry in METAL if isinstance(entry.kernel, MetalSoftmax)}
+    reasons = {entry.kernel.reject(None) for entry in METAL if entry.operation == "softmax"}
     assert reasons == {"torch sees no Apple GPU"}
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert metal.unavailable() is None
@@ -148,7 +148,7 @@ def test_every_kernel_says_why_it_cannot_run_here(monkeypatch: pytest.MonkeyPatc
 
 
 def test_float64_is_unsupported() -> None:
-    descriptor = isograd.SoftmaxDescriptor("softmax", (2, 3), "float64")
+    descriptor = isograd.SoftmaxDescriptor((2, 3), "float64")
     with pytest.raises(UnsupportedError, match="softmax: no kernel for float64 on 'mps'; devices with one:"):
         isograd.SoftmaxPlan.select(descriptor, device="mps")
     assert {entry.dtype for entry in METAL} == set(metal.DTYPES)
@@ -156,14 +156,14 @@ def test_float64_is_unsupported() -> None:
 
 def test_a_stream_is_refused() -> None:
     with pytest.raises(InvalidProblemError, match="stream is 1; on mps there is one: None"):
-        MetalSoftmax().launch(isograd.SoftmaxDescriptor("softmax", (2, 3), "float32"), {}, None, 1)
+        SOFTMAX.launch(isograd.SoftmaxDescriptor((2, 3), "float32"), {}, None, 1)
 
 
 def test_equal_bits_on_all_hardware_are_promised_of_integer_arithmetic_alone() -> None:
     """A text in which a float operation takes part in a gather kernel would break the promise."""
     gathered = isograd.TakeAlongAxisBackwardDescriptor((2, 3), (2, 4), "float32")
     assert MetalGather().sku(gathered).precision_guarantee.bit_stable_across_hardware
-    softmax = MetalSoftmax().sku(isograd.SoftmaxDescriptor("softmax", (2, 3), "float32")).precision_guarantee
+    softmax = SOFTMAX.sku(isograd.SoftmaxDescriptor((2, 3), "float32")).precision_guarantee
     assert not softmax.bit_stable_across_hardware
     assert softmax.deterministic
     assert softmax.order_invariant

@@ -9,13 +9,14 @@ from emulated import run
 from emulator import FLUSHES, SCHEDULES, needs_compiler
 from problems import DTYPES, array, same_bits, stored, tensor
 
-from isograd.cli.suites.softmax import SUITES
-from isograd.softmax import reference
-from isograd.softmax.metal import MetalSoftmax
-from isograd.softmax.plans import SoftmaxBackwardDescriptor, SoftmaxDescriptor
+from isograd import registry
+from isograd.cli.suites import SUITES as ALL
+from isograd.ops import OPERATIONS
+from isograd.ops.softmax import reference
 
 pytestmark = needs_compiler
-KERNEL = MetalSoftmax()
+KERNELS = {e.operation: e.kernel for e in registry.kernels() if e.device == "mps" and "softmax" in e.operation}
+SUITES = {name: ALL[name] for name in KERNELS}
 LENGTHS = (1, 31, 32, 33, 255, 256, 257, 8191)
 
 
@@ -34,11 +35,10 @@ def _computed(
 ) -> np.ndarray[Any, Any]:
     like = list(given.values())[-1]
     dtype = str(like.dtype).removeprefix("torch.")
-    forward = not operation.endswith("backward")
-    make = SoftmaxDescriptor if forward else SoftmaxBackwardDescriptor
-    descriptor = make(operation.removesuffix("_backward"), tuple(like.shape), dtype, axis)
-    out = torch.empty_like(like)
-    run(KERNEL, descriptor, seed, flush, toward_zero=toward_zero, **given, **{descriptor.output: out})
+    op, out = OPERATIONS[operation], torch.empty_like(like)
+    descriptor = op.descriptor_type(tuple(like.shape), dtype, axis)
+    outputs = dict.fromkeys(op.outputs, out)
+    run(KERNELS[operation], descriptor, seed, flush, toward_zero=toward_zero, **given, **outputs)
     return array(out)
 
 
@@ -117,11 +117,9 @@ def test_in_place(operation: str) -> None:
     given = _inputs(operation, (4, 300), "bfloat16", 5)
     expected = getattr(reference, operation)(**given)
     views = {name: tensor(a) for name, a in given.items()}
-    name, out = next(iter(views.items()))
-    forward = not operation.endswith("backward")
-    make = SoftmaxDescriptor if forward else SoftmaxBackwardDescriptor
-    descriptor = make(operation.removesuffix("_backward"), (4, 300), "bfloat16")
-    run(KERNEL, descriptor, 3, **views, **{descriptor.output: views[name]})
+    out = next(iter(views.values()))
+    op = OPERATIONS[operation]
+    run(KERNELS[operation], op.descriptor_type((4, 300), "bfloat16"), 3, **views, **dict.fromkeys(op.outputs, out))
     assert same_bits(array(out), expected)
 
 
@@ -136,4 +134,11 @@ def test_another_rounding_mode_would_show(operation: str) -> None:
 
 def test_nothing_is_launched_for_no_elements() -> None:
     x = torch.empty(0, 5)
-    assert list(KERNEL.launches(SoftmaxDescriptor("softmax", (0, 5), "float32").validated(), {"x": x, "y": x})) == []
+    assert (
+        list(
+            KERNELS["softmax"].launches(
+                OPERATIONS["softmax"].descriptor_type((0, 5), "float32").validated(), {"x": x, "y": x}
+            )
+        )
+        == []
+    )

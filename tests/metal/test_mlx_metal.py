@@ -18,8 +18,8 @@ from isograd.attention.options import AttentionOptions  # noqa: E402
 from isograd.cli.suites import SUITES, cases  # noqa: E402
 from isograd.gather.plans import TakeAlongAxisBackwardDescriptor, TakeAlongAxisDescriptor  # noqa: E402
 from isograd.mlx_kernel import MetalKernel, dtype_name  # noqa: E402
+from isograd.ops.softmax.operation import SoftmaxDescriptor  # noqa: E402
 from isograd.router.descriptors import MoeRouterDescriptor  # noqa: E402
-from isograd.softmax.plans import SoftmaxDescriptor  # noqa: E402
 
 pytestmark = needs_compiler
 _ALL = sorted({e.operation for e in registry.kernels() if e.device == "mlx" and isinstance(e.kernel, MetalKernel)})
@@ -210,7 +210,7 @@ def test_nothing_to_compute_and_nothing_to_take_from() -> None:
         return [np.array(r).tolist() for r in results]
 
     none, places = mx.zeros((2, 0)), mx.zeros((2, 0), dtype=mx.int64)
-    assert evaluated(SoftmaxDescriptor("softmax", (2, 0), "float32", 0), x=none) == [[[], []]]
+    assert evaluated(SoftmaxDescriptor((2, 0), "float32", 0), x=none) == [[[], []]]
     take = TakeAlongAxisDescriptor((2, 3), (2, 0), "float32")
     assert evaluated(take, x=mx.zeros((2, 3)), indices=places) == [[[], []]]
     add = TakeAlongAxisBackwardDescriptor((2, 3), (2, 0), "float32")
@@ -226,9 +226,9 @@ def test_nothing_to_compute_and_nothing_to_take_from() -> None:
 
 
 def test_an_axis_that_is_not_the_last_one_is_moved() -> None:
-    from isograd.softmax import reference
+    from isograd.ops.softmax import reference
 
     x = stored(np.random.default_rng(1).standard_normal((9, 5)), "bfloat16")
-    graph = _graph(SoftmaxDescriptor("softmax", (9, 5), "bfloat16", 0), x=x)
+    graph = _graph(SoftmaxDescriptor((9, 5), "bfloat16", 0), x=x)
     assert [p["name"] for p in graph.primitives] == ["Transpose", "CustomKernel", "Transpose"]
     assert same_bits(graph.run(0, x)[0], reference.softmax(x, 0))

@@ -13,7 +13,7 @@ from isograd.numerics import numba_sum as sums
 from isograd.numerics import numba_wide as wide
 from isograd.numerics import reference as ref
 from isograd.numerics.numba_compile import kernel
-from isograd.softmax import reference as softmax_reference
+from isograd.rows.reference import rounded_pair
 
 FLOATS = [np.float32, np.float64]
 SHIFT = {np.float32: c.LIMB_SHIFT_32, np.float64: c.LIMB_SHIFT_64}
@@ -160,7 +160,7 @@ def test_wide_integers_are_rounded_once(dtype, k):
     np.testing.assert_array_equal(y.view(f"i{y.itemsize}"), expected.view(f"i{y.itemsize}"))
     np.testing.assert_array_equal(head, expected)
     if k in (-44, -88):
-        pairs = [softmax_reference._pair(v, k, form) for v in cases]
+        pairs = [rounded_pair(v, k, form) for v in cases]
         np.testing.assert_array_equal(rest, np.array([low for _, low in pairs], dtype))
 
 
@@ -171,7 +171,7 @@ def test_the_rest_of_the_longest_binary64_rows():
     hi, lo = limbs(cases)
     y, head, rest = (np.empty(len(cases)) for _ in range(3))
     run_wide(hi, lo, -form.quantum_bits, y, head, rest)
-    pairs = [softmax_reference._pair(v, -form.quantum_bits, form) for v in cases]
+    pairs = [rounded_pair(v, -form.quantum_bits, form) for v in cases]
     np.testing.assert_array_equal(head, [high for high, _ in pairs])
     np.testing.assert_array_equal(rest, [low for _, low in pairs])
 

@@ -12,7 +12,7 @@ from isograd.layout import plan_walk
 from isograd.numerics import constants as c
 from isograd.numerics import reference as numerics
 from isograd.numerics.numba_memory import BLOCK, LANES
-from isograd.softmax import reference as ref
+from isograd.ops.softmax import reference as ref
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 FORWARD = ["softmax", "log_softmax"]

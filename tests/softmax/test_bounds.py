@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import isograd as ig
-from isograd import arrays
+from isograd import arrays, ops
 from isograd.numerics import reference as numerics
 from isograd.numerics.bounds import ulp
-from isograd.softmax import reference as ref
+from isograd.ops.softmax import reference as ref
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 OPERATIONS = ["softmax", "log_softmax", "softmax_backward", "log_softmax_backward"]
@@ -24,10 +24,8 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def plan_of(operation, shape, dtype, axis=-1):
-    kind = operation.removesuffix("_backward")
-    if operation == kind:
-        return ig.SoftmaxPlan.select(ig.SoftmaxDescriptor(kind, shape, dtype, axis))
-    return ig.SoftmaxBackwardPlan.select(ig.SoftmaxBackwardDescriptor(kind, shape, dtype, axis))
+    op = ops.OPERATIONS[operation]
+    return op.plan_type.select(op.descriptor_type(shape, dtype, axis))
 
 
 def exact(operation, inputs, axis=-1):

@@ -11,7 +11,7 @@ from choices import thinned  # noqa: E402
 from triton_compile import compile_for  # noqa: E402
 from triton_targets import resources  # noqa: E402
 
-from isograd.softmax.triton_launch import configuration  # noqa: E402
+from isograd.rows.triton_configuration import configuration  # noqa: E402
 
 OPERATIONS = ("softmax", "log_softmax", "softmax_backward", "log_softmax_backward")
 # dtype, shape, axis: short rows, rows of a cluster, rows of doubles, and strips

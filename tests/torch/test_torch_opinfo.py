@@ -15,7 +15,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 import isograd as ig
 import isograd.torch as igt
 from isograd import arrays
-from isograd.softmax import bounds, reference
+from isograd.ops.softmax import bounds, reference
 
 CALLS = {
     "softmax": igt.softmax,

@@ -25,7 +25,8 @@ import torch
 
 from isograd.cli.files import save
 from isograd.cli.progress import Activity, optional
-from isograd.softmax import reference, triton_kernels
+from isograd.ops.softmax import reference
+from isograd.ops.softmax.triton import launch
 
 OPERATIONS = ("softmax", "log_softmax", "softmax_backward", "log_softmax_backward")
 DTYPES = ("bfloat16", "float32")
@@ -59,7 +60,7 @@ def check_bits() -> int:
                 arrays = [x] if operation == forward else [dy, getattr(reference, forward)(x, axis)]
                 expected = to_torch(getattr(reference, operation)(*arrays, axis)).view(integer[dtype])
                 out = torch.empty(shape, device="cuda", dtype=getattr(torch, dtype))
-                getattr(triton_kernels, operation)(*[to_torch(a) for a in arrays], out, axis)
+                launch(operation, (*[to_torch(a) for a in arrays], out), axis)
                 if not torch.equal(out.view(integer[dtype]), expected):
                     raise SystemExit(f"{operation} of {dtype} {shape} differs from the reference")
                 count += 1
@@ -105,8 +106,7 @@ def implementations(problem: Problem, tensors: list[torch.Tensor]) -> dict[str, 
     """Callables without arguments by name; those that do not run are left out."""
     operation, _, shape, axis = problem
     out = torch.empty_like(tensors[0])
-    ours = getattr(triton_kernels, operation)
-    found: dict[str, Callable[[], Any]] = {"isograd": lambda: ours(*tensors, out, axis)}
+    found: dict[str, Callable[[], Any]] = {"isograd": lambda: launch(operation, (*tensors, out), axis)}
     plain = eager(operation, axis)
     torch._dynamo.reset()  # it stops compiling after some shapes of one function
     others: dict[str, Callable[..., Any] | None] = {
@@ -142,7 +142,7 @@ def make_tensors(problem: Problem) -> list[torch.Tensor]:
     if not operation.endswith("backward"):
         return [draw().mul_(2)]
     y = draw().mul_(2)
-    getattr(triton_kernels, operation.removesuffix("_backward"))(y, y, axis)
+    launch(operation.removesuffix("_backward"), (y, y), axis)
     return [draw(), y]
 
 
@@ -209,7 +209,7 @@ def host_microseconds() -> dict[str, float]:
     out = torch.empty_like(x)
     result = {}
     for name, function in (
-        ("isograd", lambda: triton_kernels.softmax(x, out, 1)),
+        ("isograd", lambda: launch("softmax", (x, out), 1)),
         ("torch", lambda: torch.softmax(x, 1)),
     ):
         function()

@@ -12,48 +12,89 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from isograd import arrays, functional
+import numpy as np
+
+from isograd import arrays, encoder, functional
 from isograd.core.operation import Operation
+from isograd.errors import IsogradError
+from isograd.faults import named
 
 # For a type of arrays of its own, a front end's (operation with a vjp, inputs, attributes) -> outputs.
 front_ends: dict[type, Callable[[Operation, tuple[Any, ...], tuple[Any, ...]], Any]] = {}
+_PLAIN = {"int": int, "float": float}  # by what schemas call them: attributes that are plain as they come
 
 
 @functools.cache
 def function(op: Operation) -> Callable[..., Any]:
-    """The function (inputs, attributes, names of the optional outputs that are asked for) -> outputs.
+    """The function (inputs, attributes, names of the optional outputs that are asked for, out) -> outputs.
 
     Inputs and attributes are tuples in the order of their declaration, None for an optional input that is not given;
-    one output comes alone, several as a tuple without those that were not asked for.
+    one output comes alone, several as a tuple without those that were not asked for. out: an array for the output of an
+    operation that has one, which comes back. Tensors go to torch's operator, which records gradients.
     """
-    name, problem, planned = op.name, op.problem, op.planned
-    checks = [(key, a.plain) for key, a in op.attributes.items()]
-    names = tuple(op.inputs)
-    optional = [(i, key) for i, (key, a) in enumerate(op.inputs.items()) if a.optional]
+    name, run = op.name, planned(op)
+    checks = [(key, a.plain, _PLAIN.get(a.kind)) for key, a in op.attributes.items()]
     differentiable = op.vjp is not None
+
+    def called(
+        inputs: tuple[Any, ...], attributes: tuple[Any, ...], wanted: tuple[str, ...] = (), out: Any = None
+    ) -> Any:
+        values = attributes
+        for (_, _, plain), value in zip(checks, attributes, strict=True):
+            if type(value) is not plain:
+                values = tuple([check(name, key, v) for (key, check, _), v in zip(checks, attributes, strict=True)])
+                break
+        for value in inputs:
+            if type(value) is not np.ndarray:
+                if differentiable and (front_end := front_ends.get(type(value))) is not None:
+                    return front_end(op, inputs, values)
+                if arrays.is_tensor(value) and not (encoder.recordings and encoder.current()):
+                    from isograd.torch import bind
+
+                    return bind.applied(op, inputs, values, wanted, out)
+        return run(inputs, values, wanted, out)
+
+    return called
+
+
+@functools.cache
+def planned(op: Operation) -> Callable[..., Any]:
+    """The same for attributes that were checked, by a plan for any kind of arrays; gradients are refused."""
+    name, problem, names, alike = op.name, op.problem, tuple(op.inputs), op.alike
+    optional = [i for i, a in enumerate(op.inputs.values()) if a.optional]
     asked = [key for key, a in op.outputs.items() if a.optional]
 
-    def run(inputs: tuple[Any, ...], attributes: tuple[Any, ...], wanted: tuple[str, ...] = ()) -> Any:
-        values = [check(name, key, value) for (key, check), value in zip(checks, attributes, strict=True)]
-        if differentiable and front_ends:
-            for value in inputs:
-                if (front_end := front_ends.get(type(value))) is not None:
-                    return front_end(op, inputs, tuple(values))
-        given = dict(zip(names, inputs, strict=True))
-        for i, key in optional:
-            values.append(inputs[i] is not None)
-            if inputs[i] is None:
-                del given[key]
-        for key in asked:
-            values.append(key in wanted)
-        taken, restore = functional.inputs(name, **given)
-        operands = dict(zip(given, taken, strict=True))
+    def run(inputs: tuple[Any, ...], values: tuple[Any, ...], wanted: tuple[str, ...], out: Any) -> Any:
+        operands = dict(zip(names, inputs, strict=True))
+        if optional or asked:
+            values = (*values, *[inputs[i] is not None for i in optional], *[key in wanted for key in asked])
+            operands = {key: a for key, a in operands.items() if a is not None or not op.inputs[key].optional}
+        restore = None
+        for value in operands.values():
+            if type(value) is not np.ndarray:
+                taken, restore = functional.inputs(name, **operands)
+                operands = dict(zip(operands, taken, strict=True))
+                functional.refuse_gradients(name, operands)
+                break
         like = operands[problem]
         device, dtype = arrays.describe(like, name, problem)
-        plan, _, outputs = planned(device, tuple(like.shape), dtype, *values)
-        for key, shape, of in outputs:
-            operands[key] = functional.empty(shape, of, like)
-        results = functional.run(plan, **operands)
-        return restore(results) if len(outputs) == 1 else tuple([restore(each) for each in results])
+        plan, _, outputs = op.planned(device, like.shape, dtype, *values)
+        if out is None:
+            for key, shape, of in outputs:
+                operands[key] = functional.empty_like(like) if key in alike else functional.empty(shape, of, like)
+            plan.run(**operands)
+            results = [operands[key] for key in plan.outputs]
+            if encoder.recordings:
+                results = [functional.promised(name, result) for result in results]
+            if restore is not None:
+                results = [restore(result) for result in results]
+            return results[0] if len(results) == 1 else tuple(results)
+        ((key, _, _),) = outputs
+        operands[key] = out
+        try:
+            plan.run(**operands)
+        except IsogradError as error:
+            raise named(name, at=None, **{key: "out"}).renamed(error) from None
+        return out
 
     return run

@@ -14,19 +14,21 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
 from isograd.core.operation import Operation
+from isograd.errors import InvalidProblemError
 from isograd.fenv import default_environment
 from isograd.numerics.storage import compute_dtype
-from isograd.plan import Kernel, KernelSku
+from isograd.plan import DTYPES, Kernel, KernelSku, PrecisionGuarantee
 
-F = TypeVar("F", bound=Callable[..., None])
+F = TypeVar("F", bound=Callable[..., Any])
 Reject = Callable[[Any], str | None]
 
 
 class _Function(NamedTuple):
-    launch: Callable[..., None]
+    launch: Callable[..., Any]
     reject: Reject
 
 
@@ -44,10 +46,14 @@ def launcher(operation: str, reject: Reject = lambda descriptor: None) -> Callab
 
 
 class Backend(ABC):
-    """What compiles and launches kernels on a device: one file in `runtime/`, whose name is the backend's."""
+    """What compiles and launches kernels on a device: one file in `runtime/`.
+
+    name: of the kernels. device: of the operands. dtypes: those that it computes.
+    """
 
     name: str
     device: str
+    dtypes: tuple[str, ...] = DTYPES
 
     def unavailable(self) -> str | None:
         """Why its kernels cannot run on this machine, or None."""
@@ -57,9 +63,24 @@ class Backend(ABC):
     def architecture(self) -> str:
         """The architecture of the devices here."""
 
-    def launch(self, function: Callable[..., None], descriptor: Any, arguments: Mapping[str, Any], stream: Any) -> None:
-        """Call a kernel's function, for operands that were checked."""
-        function(descriptor, **arguments)
+    def guarantee(self, promised: PrecisionGuarantee) -> PrecisionGuarantee:
+        """What kernels promise here, from what those of the operation promise elsewhere."""
+        return promised
+
+    def kernel(self, operation: Operation, module: str) -> Kernel:
+        """The kernel of an operation whose function stands in a module."""
+        return OperationKernel(operation, self, module)
+
+    def kernels(self, operation: Operation, module: str | None) -> list[tuple[str, Kernel]]:
+        """(dtype, kernel) of all that serve an operation, in the order of choice; `module` where it has a file here."""
+        if module is None:
+            return []
+        kernel = self.kernel(operation, module)
+        return [(dtype, kernel) for dtype in operation.dtypes if dtype in self.dtypes]
+
+    def on_stream(self, operation: str, stream: Any, arguments: Mapping[str, Any]) -> AbstractContextManager[Any]:
+        """A block whose launches run on a stream that was given, or an error."""
+        raise InvalidProblemError(f"{operation}: stream is {stream!r}; expected None")
 
 
 class OperationKernel(Kernel):
@@ -70,7 +91,8 @@ class OperationKernel(Kernel):
         self._operation, self._backend, self._module = operation, backend, module
         self._run: Callable[..., None] | None = None
 
-    def _function(self) -> _Function | None:
+    def function(self) -> _Function | None:
+        """What launches it, from its module."""
         with default_environment():  # constants are rounded as a module is loaded
             importlib.import_module(self._module)
         return functions.get((self._operation.name, self._module))
@@ -79,7 +101,7 @@ class OperationKernel(Kernel):
         """Say what is missing on this machine, or what the kernel does not take."""
         if (missing := self._backend.unavailable()) is not None:
             return missing
-        found = self._function()
+        found = self.function()
         return f"{self._module} has no kernel for it" if found is None else found.reject(descriptor)
 
     def sku(self, descriptor: Any) -> KernelSku:
@@ -94,13 +116,17 @@ class OperationKernel(Kernel):
             epilogue="none",
             arch=self._backend.architecture(),
             backend=self._backend.name,
-            precision_guarantee=op.guarantee(dtype),
+            precision_guarantee=self._backend.guarantee(op.guarantee(dtype)),
         )
 
     def launch(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any, stream: Any) -> None:
         """Compute on the backend's device."""
         if self._run is None:
-            found = self._function()
+            found = self.function()
             assert found is not None  # a plan was made by `reject`
             self._run = found.launch
-        self._backend.launch(self._run, descriptor, arguments, stream)
+        if stream is None:
+            self._run(descriptor, **arguments)
+            return
+        with self._backend.on_stream(descriptor.operation, stream, arguments):
+            self._run(descriptor, **arguments)

@@ -127,6 +127,8 @@ class Operation:
         self.problem = [key for key, a in inputs.items() if isinstance(a, Like)][-1]
         self.descriptor_type = self._descriptor_type()
         self.plan_type = self._plan_type()
+        # Outputs that are laid out as the problem's array.
+        self.alike = frozenset([key for key, a in outputs.items() if isinstance(a, Like) and not a.compute])
         self.planned = self._planned()
 
     def __repr__(self) -> str:
@@ -135,7 +137,7 @@ class Operation:
     def _typed(self, kind: str) -> tuple[str, dict[str, Any]]:
         """The name of a type of the operation's, and where it says that it comes from."""
         return "".join(part.capitalize() for part in self.name.split("_")) + kind, {
-            "__module__": f"isograd.ops.{self.name.removesuffix('_backward')}.operation"
+            "__module__": f"{self.reference.__module__.rpartition('.')[0]}.operation"
         }
 
     def _descriptor_type(self) -> type[OperationDescriptor]:

@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd.numerics import reference as ref
-from isograd.softmax import reference as softmax
+from isograd.ops.softmax.reference import oracle_log_softmax
+from isograd.rows import reference as family
 
 Floats = NDArray[Any]
 
@@ -106,12 +107,12 @@ def _forward(
 ) -> tuple[Floats, Floats]:
     """(losses, state) of the rows, flat."""
     rows = _class_rows(logits, axis)
-    state = softmax.row_state(rows)
+    state = family.row_state(rows)
     of = state.x.dtype.type
     with np.errstate(all="ignore"):
-        r, r_low = softmax.reciprocals(state)
-        top, middle, low = softmax.log_sums(state)
-        lp = softmax.log_probabilities(state, top, middle, low)
+        r, r_low = family.reciprocals(state)
+        top, middle, low = family.log_sums(state)
+        lp = family.log_probabilities(state, top, middle, low)
         lse = (state.m + top if state.short else top + (middle + low))[:, 0]
         lse = np.where(state.valid[:, 0], lse, of(np.nan))
         about = _class_targets(targets, state.x, weight, axis, ignore_index, options)
@@ -140,8 +141,8 @@ def _gradient(
     valid = np.isfinite(m)[:, None]
     with np.errstate(all="ignore"):
         x, m = np.where(valid, x, of(0)), np.where(valid, m[:, None], of(0))
-        e, error = softmax.scaled_exponentials(x, m, short)
-        p = np.where(valid, softmax.quotients(x, m, e, error, r, r_low, short), of(np.nan))
+        e, error = family.scaled_exponentials(x, m, short)
+        p = np.where(valid, family.quotients(x, m, e, error, r, r_low, short), of(np.nan))
         about = _class_targets(targets, x, weight, axis, ignore_index, options)
         g = np.ascontiguousarray(dlosses).reshape(-1)
         factor = (g * a)[:, None]
@@ -257,7 +258,7 @@ def exact(
     """What the oracle and the error bounds are made of."""
     with np.errstate(all="ignore"):
         x = _class_rows(logits, axis).astype(_WIDE)
-        lp = np.asarray(softmax.oracle_log_softmax(x, -1))
+        lp = np.asarray(oracle_log_softmax(x, -1))
         m = x.max(axis=-1)
         lse = m + np.log(np.exp(x - m[:, None]).sum(axis=-1))
         # A row without a finite maximum is NaN throughout.

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd.numerics import reference as ref
-from isograd.softmax import reference as family
+from isograd.ops.softmax import reference as family
+from isograd.rows.reference import rounded_pair, row_exponentials
 
 Floats = NDArray[Any]
 Integers = NDArray[Any]
@@ -123,7 +124,7 @@ def _log_sum(exponentials: Any, m: Floats, largest: Integers, totals: list[int])
     down = form.dtype(2.0**-exponentials.scale)
     for row, total in enumerate(totals):
         j = int(largest[row])
-        rest, rest_low = family._pair(total - exponentials.terms[row][j], -exponentials.bits, form)
+        rest, rest_low = rounded_pair(total - exponentials.terms[row][j], -exponentials.bits, form)
         e, error = exponentials.e[row, j] * down, exponentials.error[row, j] * down
         t[row] = rest / e
         t_low[row] = ((ref.fma(-t[row], e, rest) + rest_low) - t[row] * error) / e
@@ -138,7 +139,7 @@ def rows_of(z: Floats) -> Rows:
     valid = np.isfinite(m)
     # A row without a finite maximum is NaN throughout; zeros keep the arithmetic quiet.
     safe, m = np.where(valid[:, None], z, of(0)), np.where(valid, m, of(0))
-    exponentials = family._exponentials(safe, m[:, None], short=False)
+    exponentials = row_exponentials(safe, m[:, None], short=False)
     largest = np.argmax(safe, axis=1)
     log_sum = _log_sum(exponentials, m, largest, [sum(terms) for terms in exponentials.terms])
     return Rows(z, valid, exponentials, largest, log_sum._replace(top=np.where(valid, log_sum.top, of(np.nan))))
@@ -212,7 +213,7 @@ def _shares(rows: Rows, total: int) -> Floats:
     """The exponentials of a single row over an integer sum of some of them, as softmax divides."""
     form = ref.FORMATS[rows.z.dtype]
     of, down = form.dtype, form.dtype(2.0**-rows.exponentials.scale)
-    s, rest = family._pair(total, -rows.exponentials.bits, form)
+    s, rest = rounded_pair(total, -rows.exponentials.bits, form)
     r = of(1) / s
     r_low = ref.fma(-r, rest, ref.fma(-r, s, of(1))) * r
     if form.bits == 32:
@@ -245,7 +246,7 @@ def _rest(rows: Rows, indices: Integers) -> tuple[LogSum, Floats | None]:
 def _teacher_rest(log_p: Floats) -> Any:
     """1 less the sum of the teacher's probabilities, the sum being exact but for the exponentials themselves."""
     form = ref.FORMATS[log_p.dtype]
-    exponentials = family._exponentials(log_p[None], np.zeros((1, 1), log_p.dtype), short=False)
+    exponentials = row_exponentials(log_p[None], np.zeros((1, 1), log_p.dtype), short=False)
     rest = (1 << exponentials.bits) - sum(exponentials.terms[0])
     if rest <= 0:
         return form.dtype(0)

@@ -2,7 +2,7 @@
 # ruff: noqa: N803, SIM108
 """Losses and gradients of long contiguous rows on NVIDIA GPUs, in Gluon: a row is read once and written once.
 
-Plain index targets only. As `softmax.gluon_kernels.forward_staged`: a cluster of blocks holds a row in registers while
+Plain index targets only. As `forward_staged` of the softmax family: a cluster of blocks holds a row in registers while
 its next row arrives in shared memory. The gradient may take the place of the logits: a block writes only after every
 block of its cluster has told its part of the row's sum, and so has read the target's logit.
 """
@@ -12,17 +12,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from isograd.numerics import triton_ops as ops
-from isograd.softmax import gluon_exchange as exchange
-from isograd.softmax import gluon_kernels as softmax
-from isograd.softmax import triton_rows as rows
+from isograd.rows import gluon_exchange as exchange
+from isograd.rows import triton_rows as rows
+from isograd.rows.gluon_rows import broad, columns, fetch, put
 
 # The name since Triton 3.9, and the one before.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-
-
-@gluon.jit
-def _broad(v):
-    return v[:, :, None, None]
 
 
 @gluon.jit
@@ -66,13 +61,13 @@ def gradient_staged(
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     short: gl.constexpr = dtype.primitive_bitwidth == 16
     line: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, layout))
-    begin, offset = softmax.columns(CTAS, BLOCK, BLOCK, GROUP, V, layout)
+    begin, offset = columns(CTAS, BLOCK, BLOCK, GROUP, V, layout)
     thread = gl.arange(0, BLOCK // GROUP, layout=gl.SliceLayout(1, line))[:, None]
     block = gl.arange(0, CTAS, layout=gl.SliceLayout(0, line))[None, :]
     none = (thread + block) * 0
     stage = gl.allocate_shared_memory(dtype, [BLOCK // GROUP, CTAS, GROUP // V, V], shared)
     row = gl.program_id(0)
-    softmax.fetch(stage, x_ptr, row, n_rows, x_row, begin, offset, n, MASKED)
+    fetch(stage, x_ptr, row, n_rows, x_row, begin, offset, n, MASKED)
     async_copy.commit_group()
     exchange.setup(thread + block, CTAS)
     zero = n >> 31  # which the compiler cannot tell
@@ -88,7 +83,7 @@ def gradient_staged(
         g = gl.load(dloss_ptr + (wide_row * dloss_row + none))
         async_copy.wait_group(0)
         x = ops.widen(stage.load(layout), True)
-        softmax.fetch(stage, x_ptr, following, n_rows, x_row, begin, offset, n, MASKED)
+        fetch(stage, x_ptr, following, n_rows, x_row, begin, offset, n, MASKED)
         async_copy.commit_group()
         if MASKED:
             x = gl.where(begin + offset < n, x, float("-inf"))
@@ -101,9 +96,9 @@ def gradient_staged(
         # A row that is not finite and one whose target is no class are NaN.
         valid = ops.is_finite(m) & (kept == inside)
         base, floor, bias = rows.row_shift(m, short)
-        flag = _broad(rows.largest_flag(most, m, valid, short))
-        found = rows.find_largest(x, _broad(m), flag, _broad(valid), short, True)
-        e, error = rows.exponential(x, _broad(base), _broad(floor), _broad(bias), short)
+        flag = broad(rows.largest_flag(most, m, valid, short))
+        found = rows.find_largest(x, broad(m), flag, broad(valid), short, True)
+        e, error = rows.exponential(x, broad(base), broad(floor), broad(bias), short)
         high, low = rows.exponential_terms(e, error, short, False, True)
         high, low = rows.exponential_sums(high, low, short, False)
         if short:
@@ -145,11 +140,11 @@ def gradient_staged(
             place += state_part
             _put(place, factor, kept, (thread + block) == 0)
         factor = g * factor
-        p = rows.softmax_output(e, found, _broad(r), _broad(r_low), _broad(largest), short, True)
-        dx = ops.narrow(_broad(factor) * p, dtype, True)
+        p = rows.softmax_output(e, found, broad(r), broad(r_low), broad(largest), short, True)
+        dx = ops.narrow(broad(factor) * p, dtype, True)
         if gl.load(target_ptr + wide_row * target_row).to(gl.int64) == ignore_index:
             dx = gl.full(dx.shape, 0.0, dtype, layout)
-        softmax.put(dx_ptr, row, dx_row, begin, offset, n, dx, MASKED)
+        put(dx_ptr, row, dx_row, begin, offset, n, dx, MASKED)
         e, _ = rows.exponential(x_target, base, floor, bias, short)
         found = rows.find_largest(x_target, m, valid, valid, short, False)
         p = rows.softmax_output(e, found, r, r_low, largest, short, False)

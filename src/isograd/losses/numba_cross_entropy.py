@@ -34,8 +34,7 @@ from isograd.numerics.numba_sum import (
     sum_scale,
 )
 from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
-from isograd.softmax.numba_rows import exponential_sum, fill_row, row_maximum
-from isograd.softmax.numba_steps import (
+from isograd.rows.numba_exponentials import (
     exponential,
     is_short,
     largest_quotient,
@@ -46,6 +45,7 @@ from isograd.softmax.numba_steps import (
     reciprocal,
     row_shift,
 )
+from isograd.rows.numba_rows import exponential_sum, fill_row, row_maximum
 
 HARD, SMOOTH, PROBABILITIES = 0, 1, 2  # index targets, the same with label smoothing, probabilities
 IGNORED, ELSEWHERE = -1, -2  # targets of rows that are left out, and that lie among classes not given

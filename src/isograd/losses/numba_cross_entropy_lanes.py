@@ -23,16 +23,7 @@ from isograd.numerics.numba_memory import (
 )
 from isograd.numerics.numba_ops import fma, is_finite, lowest_key
 from isograd.numerics.numba_storage import narrow, widen
-from isograd.softmax.numba_lanes import (
-    clear_lanes,
-    lane_exponential_sums,
-    lane_log_sums,
-    lane_maximum,
-    lane_reciprocals,
-    tile_offset,
-    tile_width,
-)
-from isograd.softmax.numba_steps import (
+from isograd.rows.numba_exponentials import (
     exponential,
     is_short,
     largest_quotient,
@@ -40,6 +31,15 @@ from isograd.softmax.numba_steps import (
     mark,
     quotient,
     row_shift,
+)
+from isograd.rows.numba_lanes import (
+    clear_lanes,
+    lane_exponential_sums,
+    lane_log_sums,
+    lane_maximum,
+    lane_reciprocals,
+    tile_offset,
+    tile_width,
 )
 
 

@@ -17,8 +17,8 @@ from isograd.numerics.numba_memory import (
 from isograd.numerics.numba_ops import is_finite, magnitude_key, two_sum
 from isograd.numerics.numba_storage import narrow, widen
 from isograd.numerics.numba_sum import block_magnitude
+from isograd.rows.numba_exponentials import largest_quotient, log_sum, quotient, reciprocal, row_shift
 from isograd.rows.numba_rows import fill, scaled, scaled_exponentials, scaled_maximum, stored_sum
-from isograd.softmax.numba_steps import largest_quotient, log_sum, quotient, reciprocal, row_shift
 
 
 @device_function

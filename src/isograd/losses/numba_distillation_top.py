@@ -26,8 +26,7 @@ from isograd.numerics.numba_ops import exp, from_key, is_finite, log, lowest_key
 from isograd.numerics.numba_storage import narrow
 from isograd.numerics.numba_sum import block_magnitude
 from isograd.numerics.numba_wide import one_wide, wide_to_float
-from isograd.rows.numba_rows import block_exponentials, block_maximum, fill, load_scaled, stored_sum
-from isograd.softmax.numba_steps import (
+from isograd.rows.numba_exponentials import (
     exponential,
     largest_quotient,
     log_probability,
@@ -39,6 +38,7 @@ from isograd.softmax.numba_steps import (
     row_shift,
     term_scale,
 )
+from isograd.rows.numba_rows import block_exponentials, block_maximum, fill, load_scaled, stored_sum
 
 
 @kernel

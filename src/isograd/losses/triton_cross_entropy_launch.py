@@ -6,7 +6,7 @@ The rules pick tiles from shape, dtype and architecture; nothing is timed at run
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,21 +14,19 @@ import torch
 from isograd import faults
 from isograd.losses import triton_cross_entropy as kernels
 from isograd.losses.cross_entropy_plans import CrossEntropyDescriptor, _CrossEntropy, scalars
+from isograd.losses.gluon_cross_entropy import gradient_staged
 from isograd.numerics.constants import SHORT_ROW
 from isograd.reduction import cuda as reduction
-from isograd.softmax.triton_launch import Configuration, clustered, configuration, resident
+from isograd.rows import gluon_rows
+from isograd.rows.triton_configuration import INT32_ROW, Configuration, clustered, configuration
 from isograd.triton_launcher import (
     Rows,
     Specification,
     architecture,
     c_strides,
-    compilation_told,
     launch,
     rows,
-    submit,
 )
-
-_INT32_ROW = 1 << 17
 
 
 class _Problem(NamedTuple):
@@ -91,7 +89,7 @@ def _contiguous(n: int, problem: Rows) -> bool:
 
 def _forward(problem: _Problem, fused: bool) -> Specification:
     held = problem.n <= problem.config.block
-    long_row = problem.n > (SHORT_ROW if problem.itemsize == 2 else _INT32_ROW)
+    long_row = problem.n > (SHORT_ROW if problem.itemsize == 2 else INT32_ROW)
     flags = (problem.mode, fused, problem.stateful, problem.weighted, problem.z)
     tail = (*problem.sizes, *flags, *problem.tile, held, long_row, problem.config.native)
     return Specification(tail, problem.programs, problem.config.warps, free=problem.free)
@@ -174,7 +172,7 @@ def _describe(
 
 # --- long rows, on Hopper and its successor --------------------------------------------------------------------------
 class _Staged(NamedTuple):
-    """A problem for `gluon_cross_entropy.gradient_staged`."""
+    """A problem for the Gluon kernel."""
 
     n_rows: int
     n: int
@@ -186,24 +184,15 @@ class _Staged(NamedTuple):
     z: bool
     config: Configuration
 
-    @property
-    def tail(self) -> tuple[Any, ...]:
-        """What follows the tensors."""
-        from isograd.softmax import gluon_kernels
 
-        config = self.config
-        masked = config.block * config.ctas != self.n
-        tile = (config.block, config.ctas, config.group, config.vector, masked)
-        layouts = (gluon_kernels.layout_of(config), gluon_kernels.shared_layout_of(config))
-        sizes = (self.n_rows, self.n, self.ignore_index, self.state_part, *self.strides)
-        return (*sizes, self.stateful, self.weighted, self.z, *tile, *layouts)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The compiler's options."""
-        config = self.config
-        options = {"num_warps": config.warps, "enable_fp_fusion": False, "maxnreg": config.registers}
-        return options | ({"num_ctas": config.ctas} if config.ctas > 1 else {})
+def _staged(problem: _Staged) -> Specification:
+    config = problem.config
+    masked = config.block * config.ctas != problem.n
+    tile = (config.block, config.ctas, config.group, config.vector, masked)
+    layouts = (gluon_rows.layout_of(config), gluon_rows.shared_layout_of(config))
+    sizes = (problem.n_rows, problem.n, problem.ignore_index, problem.state_part, *problem.strides)
+    tail = (*sizes, problem.stateful, problem.weighted, problem.z, *tile, *layouts)
+    return Specification(tail, problem.n_rows, config.warps, registers=config.registers, ctas=config.ctas, stays=True)
 
 
 def staged(problem: _Problem, arch: int, addresses: Sequence[int]) -> _Staged | None:
@@ -211,7 +200,7 @@ def staged(problem: _Problem, arch: int, addresses: Sequence[int]) -> _Staged | 
     layout, itemsize = problem.rows, problem.itemsize
     if problem.mode != kernels.HARD.value or not 90 <= arch < 110 or layout.outer_shape:
         return None
-    longest = SHORT_ROW if itemsize == 2 else _INT32_ROW
+    longest = SHORT_ROW if itemsize == 2 else INT32_ROW
     block = 1 << max(problem.n - 1, 0).bit_length()
     if itemsize == 8 or problem.n > longest or block * itemsize < 16384 or (itemsize == 2 and block <= 8192):
         return None
@@ -225,39 +214,6 @@ def staged(problem: _Problem, arch: int, addresses: Sequence[int]) -> _Staged | 
     config = clustered("staged", block, itemsize, 128, warps, 128)
     sizes = (layout.inner, problem.n, problem.ignore_index, problem.state_part)
     return _Staged(*sizes, strides, problem.stateful, problem.weighted, problem.z, config)
-
-
-_PREPARED_LIMIT = 1024
-_prepared: dict[Any, Callable[..., None]] = {}
-
-
-def _prepare(problem: _Staged, tensors: Sequence[torch.Tensor]) -> Callable[..., None]:
-    """Compile and load; what comes back takes the stream and the tensors' addresses."""
-    from isograd.losses.gluon_cross_entropy import gradient_staged
-
-    tail = problem.tail
-    with compilation_told():
-        compiled = gradient_staged.warmup(*tensors, *tail, grid=(problem.n_rows,), **problem.options)
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    size = min(problem.n_rows, resident(compiled, problem.config))
-
-    def launch_prepared(stream: int, *addresses: int) -> None:
-        run(size, 1, 1, stream, function, metadata, None, None, None, *addresses, *tail)
-
-    return launch_prepared
-
-
-def _launch_staged(problem: _Staged, tensors: Sequence[torch.Tensor]) -> None:
-    index = tensors[0].get_device()
-    addresses = [t.data_ptr() for t in tensors]
-    key = (problem, index, *[t.dtype for t in tensors], *[a & 15 for a in addresses])
-    prepared = _prepared.get(key)
-    if prepared is None:
-        if len(_prepared) >= _PREPARED_LIMIT:
-            _prepared.clear()
-        with torch.cuda.device(index):
-            prepared = _prepared[key] = _prepare(problem, tensors)
-    submit(prepared, index, tensors, addresses)
 
 
 def report_targets(operation: str, targets: torch.Tensor, n: int, ignore_index: int) -> None:
@@ -303,7 +259,8 @@ def cross_entropy(descriptor: _CrossEntropy, arguments: Mapping[str, Any], confi
         return
     report_targets(descriptor.operation, targets.reshape(-1), descriptor.classes, descriptor.ignore_index)
     weights = constants if weight is None else weight.contiguous()
-    _launch_staged(long_rows, (x, targets, weights, constants, dlosses, losses, state, dlogits))
+    tensors = (x, targets, weights, constants, dlosses, losses, state, dlogits)
+    launch(gradient_staged, tensors, _staged, long_rows)
 
 
 def cross_entropy_backward_in_part(

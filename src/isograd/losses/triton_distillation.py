@@ -12,8 +12,8 @@ import triton.language as tl
 
 from isograd.numerics import triton_memory as memory
 from isograd.numerics import triton_ops as ops
+from isograd.rows import triton_rows as rows
 from isograd.rows import triton_tiles as tiles
-from isograd.softmax import triton_rows as rows
 
 
 @triton.jit

@@ -15,8 +15,8 @@ from isograd.numerics import triton_memory as memory
 from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
 from isograd.numerics import triton_terms as terms
+from isograd.rows import triton_rows as rows
 from isograd.rows import triton_tiles as tiles
-from isograd.softmax import triton_rows as rows
 
 # A rest is large from 2**-12 of the largest exponential on, in units of 2**-44 or 2**-88.
 _LARGE_32, _LARGE_64 = tl.constexpr(1 << 32), tl.constexpr(1 << 12)

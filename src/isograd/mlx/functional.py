@@ -11,6 +11,7 @@ from isograd.attention.descriptors import AttentionBackwardDescriptor, Attention
 from isograd.attention.options import AttentionOptions
 from isograd.attention.plans import AttentionBackwardPlan, AttentionDeltaPlan, AttentionPlan
 from isograd.attention.problem import sizes
+from isograd.core.operation import Operation
 from isograd.errors import InvalidProblemError, UnsupportedError
 from isograd.fenv import default_environment
 from isograd.gather.plans import (
@@ -20,9 +21,10 @@ from isograd.gather.plans import (
     TakeAlongAxisPlan,
 )
 from isograd.mlx_kernel import dtype_name
+from isograd.ops import OPERATIONS
+from isograd.ops.softmax.operation import LOG_SOFTMAX, SOFTMAX
 from isograd.router.descriptors import MoeRouterBackwardDescriptor, MoeRouterDescriptor, checked_options
 from isograd.router.plans import MoeRouterBackwardPlan, MoeRouterPlan
-from isograd.softmax.plans import SoftmaxBackwardDescriptor, SoftmaxBackwardPlan, SoftmaxDescriptor, SoftmaxPlan
 from isograd.typing import Alignment, Scoring
 
 Function = Callable[..., Any]
@@ -57,18 +59,28 @@ def _differentiable(operation: str, forward: Function, backward: Function | None
     return function  # type: ignore[no-any-return]
 
 
-# --- softmax ---------------------------------------------------------------------------------------------------------
+# --- operations that are declared -------------------------------------------------------------------------------------
 @functools.lru_cache(maxsize=256)
-def _softmax(kind: str, axis: int) -> Function:
-    def forward(x: Any) -> Any:
-        return _computed(SoftmaxPlan, SoftmaxDescriptor(kind, tuple(x.shape), dtype_name(x), axis), x=x)
+def _declared(op: Operation, *attributes: Any) -> Function:
+    """An operation of one input and one output."""
+    assert op.vjp is not None
+    vjp, (argument,), (result,) = OPERATIONS[op.vjp], op.inputs, op.outputs
+    settings = dict(zip(op.attributes, attributes, strict=True))
 
-    def gradient(dy: Any, y: Any) -> Any:
-        descriptor = SoftmaxBackwardDescriptor(kind, tuple(y.shape), dtype_name(y), axis)
-        return _computed(SoftmaxBackwardPlan, descriptor, dy=dy, y=y)
+    def planned(of: Operation, **arrays: Any) -> Any:
+        like, given = arrays[of.problem], {key: settings[key] for key in of.attributes}
+        make: Function = of.descriptor_type
+        return _computed(of.plan_type, make(tuple(like.shape), dtype_name(like), **given), **arrays)
 
-    once = _differentiable(f"{kind}_backward", gradient, None)
-    return _differentiable(kind, forward, lambda x, dy, y: once(dy, y))
+    def gradient(*arrays: Any) -> Any:
+        return planned(vjp, **dict(zip(vjp.inputs, arrays, strict=True)))
+
+    def backward(x: Any, dy: Any, y: Any) -> Any:
+        among = {argument: x, f"d{result}": dy, result: y}
+        return once(*[among[key] for key in vjp.inputs])
+
+    once = _differentiable(vjp.name, gradient, None)
+    return _differentiable(op.name, lambda x: planned(op, **{argument: x}), backward)
 
 
 def softmax(x: mx.array, axis: int = -1) -> Any:
@@ -77,13 +89,13 @@ def softmax(x: mx.array, axis: int = -1) -> Any:
     Raises InvalidProblemError for anything but an array, a wrong axis or rank, and UnsupportedError for another dtype.
     """
     _require_array("softmax", "x", x)
-    return _softmax("softmax", functional.integer("softmax", "axis", axis))(x)
+    return _declared(SOFTMAX, functional.integer("softmax", "axis", axis))(x)
 
 
 def log_softmax(x: mx.array, axis: int = -1) -> Any:
     """Logarithm of the softmax along an axis, see `isograd.log_softmax`; arguments and errors as for `softmax`."""
     _require_array("log_softmax", "x", x)
-    return _softmax("log_softmax", functional.integer("log_softmax", "axis", axis))(x)
+    return _declared(LOG_SOFTMAX, functional.integer("log_softmax", "axis", axis))(x)
 
 
 # --- gather ----------------------------------------------------------------------------------------------------------

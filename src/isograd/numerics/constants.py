@@ -152,3 +152,5 @@ NORMAL_POLY_64: Final = (
     -8.57517973613636e-10,
     -1.9189332065286688e-10,
 )
+
+LANES = 512  # neighbouring rows that advance together on the CPU when the reduced axis is not the contiguous one

@@ -12,11 +12,11 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
+from isograd.numerics.constants import LANES as LANES
 from isograd.numerics.numba_compile import INLINED, device_function
 from isograd.numerics.numba_storage import narrow, widen
 
 BLOCK = 4096  # elements that are worked on at a time: 16 KiB, so that a block stays in the first-level cache
-LANES = 512  # neighbouring rows that advance together when the reduced axis is not the contiguous one
 _WORK = {
     types.int16: types.float32,
     types.uint16: types.float32,

@@ -1,14 +1,13 @@
 """The operations: a folder each, found by its name.
 
-`operation.py` declares; `reference.py`, `bounds.py` and `cases.py` say what is right; `numba.py` and `triton.py` are
-kernels; `api.py` and `torch.py` are what users call.
+`operation.py` declares; `reference.py`, `bounds.py` and `cases.py` say what is right; a file that is named like one of
+`isograd.runtime` has kernels; `api.py` and `torch.py` are what users call.
 """
 
 import importlib
 import pkgutil
 from pathlib import Path
 
-from isograd.core.kernel import OperationKernel
 from isograd.core.operation import Operation
 from isograd.registry import register_kernel
 
@@ -28,12 +27,12 @@ def _load() -> dict[str, Operation]:
         module = importlib.import_module(f"isograd.ops.{folder}.operation")
         found = {op.name: op for op in vars(module).values() if isinstance(op, Operation)}
         declared |= found
-        for name in [name for name in backends if name in files(folder)]:
+        for name in backends:
             backend = importlib.import_module(f"isograd.runtime.{name}").BACKEND
+            place = f"isograd.ops.{folder}.{name}" if name in files(folder) else None
             for op in found.values():
-                served = OperationKernel(op, backend, f"isograd.ops.{folder}.{name}")
-                for dtype in op.dtypes:
-                    register_kernel(op.name, backend.device, dtype, served)
+                for dtype, kernel in backend.kernels(op, place):
+                    register_kernel(op.name, backend.device, dtype, kernel)
     return declared
 
 

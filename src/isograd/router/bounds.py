@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from isograd.numerics import constants as c
 from isograd.numerics import reference as ref
 from isograd.numerics.bounds import LARGEST, ulp
+from isograd.ops.softmax import bounds as softmax_bounds
 from isograd.plan import ErrorBound
 from isograd.router import oracle
 from isograd.router import reference as definition
-from isograd.softmax import bounds as softmax_bounds
 
 Floats = NDArray[Any]
 
@@ -90,7 +90,7 @@ class _Work:
 def _scores(work: _Work, logits: Floats, scoring: str) -> Rough:
     value = oracle.scores(logits, scoring)
     if scoring == "softmax":
-        return Rough(value, softmax_bounds.error_bound("softmax", work.dtype)(x=logits.astype(work.dtype), axis=-1))
+        return Rough(value, softmax_bounds.softmax(work.dtype, logits.astype(work.dtype)))
     # exp is at most 1.05 ulp off; 1 + z and the quotient are rounded once each.
     return Rough(value, np.longdouble(4.2) * work.u * value + 2 * work.eta)
 

@@ -1,6 +1,6 @@
 // The fused router in Metal: one threadgroup a token, its experts' keys or gradients in threadgroup memory. Formulas:
 // reference.py.
-#include "isograd/softmax/metal_rows.h"
+#include "isograd/rows/metal_rows.h"
 
 namespace isograd {
 

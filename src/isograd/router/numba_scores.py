@@ -22,7 +22,7 @@ from isograd.numerics.numba_sum import (
     sum_scale,
 )
 from isograd.numerics.numba_wide import add_limbs, limb_shift, term_bias, wide_to_float
-from isograd.softmax.numba_steps import (
+from isograd.rows.numba_exponentials import (
     exponential_part,
     largest_quotient,
     log_sum,

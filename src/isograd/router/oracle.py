@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd.numerics.reference import work_dtype
+from isograd.ops.softmax import reference as softmax_family
 from isograd.router import reference as definition
-from isograd.softmax import reference as softmax_family
 
 Array = NDArray[Any]
 _WIDE = np.longdouble

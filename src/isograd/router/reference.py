@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from isograd.elementwise import reference as elementwise
 from isograd.numerics import reference as ref
-from isograd.softmax import reference as softmax_family
+from isograd.ops.softmax import reference as softmax_family
+from isograd.rows.reference import log_sum
 
 Array = NDArray[Any]
 
@@ -242,7 +243,7 @@ def logsumexp(x: Array) -> Array:
     valid = np.isfinite(m)
     with np.errstate(all="ignore"):
         finite, top = np.where(valid[:, None], x, x.dtype.type(0)), np.where(valid, m, x.dtype.type(0))
-        high, low = softmax_family.log_sum(finite, top[:, None], False)
+        high, low = log_sum(finite, top[:, None], False)
         top, middle = ref.two_sum(top, high)
         return ref.narrow(np.where(valid, top + (middle + low), m), x.dtype)
 

@@ -17,7 +17,7 @@ from isograd.numerics import triton_sum as sums
 from isograd.numerics import triton_terms as terms
 from isograd.numerics.triton_memory import as_bits, in_range, nan_bits, report, wide_int
 from isograd.router import triton_select as pieces
-from isograd.softmax import triton_rows as rows
+from isograd.rows import triton_rows as rows
 
 
 # --- counting sort ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import triton.language as tl
 from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
 from isograd.numerics import triton_terms as terms
-from isograd.softmax import triton_rows as rows
+from isograd.rows import triton_rows as rows
 
 LOWEST_32, LOWEST_64 = tl.constexpr(-0x80000000), tl.constexpr(-0x8000000000000000)
 _FAR = tl.constexpr(0x7FFFFFFF)

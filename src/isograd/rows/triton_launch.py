@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from isograd.softmax.triton_launch import configuration
+from isograd.rows.triton_configuration import configuration
 from isograd.triton_launcher import Launcher, Rows, Specification, architecture, kept, power_of_two, rows
 
 Strides = tuple[int, ...]

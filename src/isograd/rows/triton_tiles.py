@@ -3,7 +3,7 @@
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """Tiles of rows for the Triton kernels of divergences, gumbel_softmax and sparsemax, and numbers that vary by call.
 
-Tiles are shaped as in `softmax/triton_rows.py`, [q, rows, p, v], and hold work-type values. Everything is computed as
+Tiles are shaped as in `triton_rows.py`, [q, rows, p, v], and hold work-type values. Everything is computed as
 in float32 or float64 rows, for 16-bit logits too.
 """
 
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
-from isograd.softmax import triton_rows as rows
+from isograd.rows import triton_rows as rows
 
 _DOWN_64 = tl.constexpr(2.0**-512)
 

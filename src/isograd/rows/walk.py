@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from isograd import parallel
 from isograd.layout import plan_walk
+from isograd.numerics.constants import LANES
 from isograd.numerics.storage import address, compute_dtype, kernel_type
 
 Shape = tuple[int, ...]
@@ -70,3 +71,35 @@ def for_rows(
         kernel, count, parallel.grain(count, 4 * n), kernel_type(rows[-1].dtype), *map(address, (*per_row, *rows)),
         *outer, n, *(s[axis] for s in steps), *scalars,
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def _axis_walk(
+    shape: Shape, strides: tuple[Shape, ...], axis: int, dtype: np.dtype[Any]
+) -> tuple[bool, int, int, Any, tuple[Any, ...]]:
+    """(whether lanes are taken, how many tiles or rows, elements of each, a zero, what follows the addresses).
+
+    The strides are in bytes.
+    """
+    walk = plan_walk(shape, tuple([tuple([s // dtype.itemsize for s in steps]) for steps in strides]), axis)
+    rows, zero = math.prod(walk.shape), kernel_type(dtype)
+    outer = (np.array(walk.shape, np.int64), *(np.array(s, np.int64) for s in walk.strides))
+    if not walk.lanes:
+        return False, rows, walk.length, zero, (*outer, walk.length, *walk.axis_strides)
+    after = (*outer, walk.lanes, walk.length, *walk.axis_strides)
+    return True, rows * -(-walk.lanes // LANES), walk.length * min(walk.lanes, LANES), zero, after
+
+
+def for_rows_or_lanes(
+    rows_kernel: Callable[..., None], lanes_kernel: Callable[..., None], axis: int, *rows: NDArray[Any]
+) -> None:
+    """As `for_rows`; where memory is contiguous along another axis, a kernel that takes tiles of neighbouring rows.
+
+    That one gets the number of neighbours before the length of a row.
+    """
+    out = rows[-1]
+    if out.size == 0:
+        return
+    tiled, count, work, zero, after = _axis_walk(out.shape, tuple([a.strides for a in rows]), axis, out.dtype)
+    kernel, size = lanes_kernel if tiled else rows_kernel, parallel.grain(count, work)
+    parallel.for_ranges(kernel, count, size, zero, *[address(a) for a in rows], *after)

@@ -1,6 +1,7 @@
 """Kernels on NVIDIA and AMD GPUs, compiled by Triton."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from isograd import cuda
@@ -21,13 +22,9 @@ class Triton(Backend):
         """The architectures of the GPUs here."""
         return cuda.architecture()
 
-    def launch(self, function: Callable[..., None], descriptor: Any, arguments: Mapping[str, Any], stream: Any) -> None:
-        """Launch without waiting."""
-        if stream is None:
-            function(descriptor, **arguments)
-            return
-        with cuda.on_stream(descriptor.operation, stream, arguments):
-            function(descriptor, **arguments)
+    def on_stream(self, operation: str, stream: Any, arguments: Mapping[str, Any]) -> AbstractContextManager[Any]:
+        """A block whose launches run on a stream that was given, or an error."""
+        return cuda.on_stream(operation, stream, arguments)
 
 
 BACKEND = Triton()

@@ -24,7 +24,6 @@ from isograd.tape.functions import (
     linear_cross_entropy,
     load_balancing_loss,
     log,
-    log_softmax,
     matmul,
     max,  # noqa: A004 - NumPy's name
     maximum,
@@ -45,7 +44,6 @@ from isograd.tape.functions import (
     segment_sum,
     sigmoid,
     silu,
-    softmax,
     sqrt,
     sub,
     sum,  # noqa: A004 - NumPy's name
@@ -75,7 +73,6 @@ __all__ = [
     "linear_cross_entropy",
     "load_balancing_loss",
     "log",
-    "log_softmax",
     "matmul",
     "max",
     "maximum",
@@ -96,7 +93,6 @@ __all__ = [
     "segment_sum",
     "sigmoid",
     "silu",
-    "softmax",
     "sqrt",
     "sub",
     "sum",

@@ -6,12 +6,18 @@ from isograd.ops.gumbel_softmax.api import (
 from isograd.ops.rmsnorm.api import (
     rmsnorm,
 )
+from isograd.ops.softmax.api import (
+    log_softmax,
+    softmax,
+)
 from isograd.ops.sparsemax.api import (
     sparsemax,
 )
 
 __all__ = [
     "gumbel_softmax",
+    "log_softmax",
     "rmsnorm",
+    "softmax",
     "sparsemax",
 ]

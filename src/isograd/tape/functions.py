@@ -132,16 +132,6 @@ def checked_mask(operation: str, mask: Any) -> NDArray[np.bool_]:
     return np.array(array)
 
 
-def softmax(x: Variable, axis: int = -1) -> Variable:
-    """Softmax over an axis."""
-    return apply(rules.softmax, x, axis=axis)
-
-
-def log_softmax(x: Variable, axis: int = -1) -> Variable:
-    """The logarithm of softmax over an axis."""
-    return apply(rules.log_softmax, x, axis=axis)
-
-
 def cross_entropy(x: Variable, targets: Any, weight: Any = None, **options: Any) -> Variable:
     """Cross entropy of logits and targets, NumPy arrays that get no gradient; options as of `isograd.cross_entropy`."""
     if not isinstance(x, Variable):

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+from isograd import encoder
 from isograd.core import call
 from isograd.core.operation import Operation
 from isograd.ops import OPERATIONS
@@ -13,6 +14,7 @@ from isograd.tape.variable import Variable, apply
 def record(op: Operation, inputs: tuple[Any, ...], attributes: tuple[Any, ...]) -> Any:
     """Compute an operation and record it: its first output is a variable, others are arrays, which get no gradient."""
     assert op.vjp is not None
+    encoder.refuse(op.name, "an input is a tape variable")
     vjp, upstream = OPERATIONS[op.vjp], f"d{next(iter(op.outputs))}"
     gradients = op.gradients(vjp)
     given = {key: value for key, value in zip(op.inputs, inputs, strict=True) if value is not None}

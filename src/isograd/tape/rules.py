@@ -28,7 +28,6 @@ from isograd.errors import InvalidProblemError
 from isograd.numerics import matmul as product
 from isograd.numerics.reference import narrow, work_dtype
 from isograd.reduction import api as reduction
-from isograd.softmax import api as softmax_family
 
 Array = NDArray[Any]
 Gradient = Callable[[Array], Array]
@@ -220,19 +219,6 @@ def gelu(x: Array, approximate: elementwise.Approximate) -> Result:
     return elementwise.gelu(x, approximate), (lambda g: elementwise.gelu_backward(g, x, approximate),)
 
 
-def softmax(x: Array, axis: int) -> Result:
-    """Softmax over an axis."""
-    y: Array = softmax_family.softmax(x, axis=axis)
-    return y, (lambda g: softmax_family.softmax_backward(g, y, axis=axis),)
-
-
-def log_softmax(x: Array, axis: int) -> Result:
-    """The logarithm of softmax over an axis."""
-    y: Array = softmax_family.log_softmax(x, axis=axis)
-    return y, (lambda g: softmax_family.log_softmax_backward(g, y, axis=axis),)
-
-
-# --- reductions ------------------------------------------------------------------------------------------------------
 def sum(x: Array, axis: Axes, keepdims: bool) -> Result:  # noqa: A001 - NumPy's name
     """The order-free sum over some axes."""
     kept = reduction.sum(x, axis, keepdims=True)

@@ -13,6 +13,7 @@ from isograd.errors import InvalidProblemError
 from isograd.fenv import default_environment
 from isograd.numerics.reference import narrow, work_dtype
 from isograd.numerics.storage import dtype_name, plain_array
+from isograd.ops.softmax import api as softmax
 from isograd.plan import real_number
 from isograd.tape import choice_rules, index_rules, rules
 
@@ -186,11 +187,11 @@ class Variable:
 
     def softmax(self, axis: int = -1) -> Variable:
         """Softmax over an axis."""
-        return apply(rules.softmax, self, axis=axis)
+        return softmax.softmax(self, axis)
 
     def log_softmax(self, axis: int = -1) -> Variable:
         """The logarithm of softmax over an axis."""
-        return apply(rules.log_softmax, self, axis=axis)
+        return softmax.log_softmax(self, axis)
 
     def sum(self, axis: rules.Axes = None, keepdims: bool = False) -> Variable:
         """The order-free sum over an axis, a tuple of axes, or all."""

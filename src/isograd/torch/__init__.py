@@ -28,7 +28,6 @@ from isograd.torch import exported
 from isograd.torch.clipping import clip_grad_norm_, get_total_norm
 from isograd.torch.dot_product import attention, scaled_dot_product_attention
 from isograd.torch.exported import *  # noqa: F403
-from isograd.torch.functional import log_softmax, log_softmax_backward, softmax, softmax_backward
 from isograd.torch.huggingface import register_transformers
 from isograd.torch.indexing import embedding, gather, index_add, index_select, scatter_add, take_along_dim, topk
 from isograd.torch.losses import (
@@ -81,8 +80,6 @@ __all__ = [
     "kl_div",
     "linear_cross_entropy",
     "load_balancing_loss",
-    "log_softmax",
-    "log_softmax_backward",
     "moe_combine",
     "moe_permute",
     "moe_router",
@@ -91,8 +88,6 @@ __all__ = [
     "router_z_loss",
     "scaled_dot_product_attention",
     "scatter_add",
-    "softmax",
-    "softmax_backward",
     "take_along_dim",
     "topk",
     "trace",

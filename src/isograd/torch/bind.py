@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isograd import faults
+from isograd import encoder, faults, functional
+from isograd.core import call as core_call
 from isograd.core.attributes import Word, signed
 from isograd.core.operands import AlongAxis, Array, Like
 from isograd.core.operation import Operation
@@ -22,7 +23,6 @@ from isograd.errors import InvalidProblemError, IsogradError, UnsupportedError
 from isograd.memory import with_huge_pages
 from isograd.plan import real_number
 from isograd.torch import define, sharding
-from isograd.torch.indexing import enter
 from isograd.torch.tensors import (
     DTYPES,
     NAMES,
@@ -33,6 +33,7 @@ from isograd.torch.tensors import (
     require_dense,
     require_device,
     require_storage,
+    require_tensor,
     usable,
     wide,
     work_dtype,
@@ -41,6 +42,7 @@ from isograd.torch.tensors import (
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _SPELLED = {"x": "input", "axis": "dim"}
 _WORD = (1 << 64) - 1
+_ARRAYS = {torch_name: name for name, torch_name in _SPELLED.items()}
 Values = tuple[Any, ...]
 Named = Mapping[str, Any]
 _bound: dict[str, "Bound"] = {}
@@ -50,6 +52,7 @@ class Bound:
     """The operator of an operation, and what is said of its arguments: inputs, then settings."""
 
     call: define.Operator
+    function: Callable[..., Any]  # see `function`
 
     def __init__(self, op: Operation) -> None:
         self.op = op
@@ -58,7 +61,7 @@ class Bound:
         settings = [*[a.default for a in op.attributes.values()], *[False] * len(self.flags)]
         self._defaults = (*[None] * len(op.inputs), *settings)
         self._inputs, self._problem = len(op.inputs), list(op.inputs).index(op.problem)
-        self._axis = list(op.attributes).index("axis")
+        self.axis = list(op.attributes).index("axis")
         self._kinds = tuple(zip(self.names, op.inputs.values(), strict=False))
         self._optional = tuple([i for i, a in enumerate(op.inputs.values()) if a.optional])
         self._words = tuple([i for i, a in enumerate(op.attributes.values()) if isinstance(a, Word)])
@@ -94,16 +97,20 @@ class Bound:
     def place(self, inputs: Values, settings: Values) -> tuple[Any, int]:
         """(the input that has the problem's shape, the axis counted from the front)."""
         like = inputs[self._problem]
-        return like, normalized_dim(self.op.name, settings[self._axis], like.shape)
+        return like, normalized_dim(self.op.name, settings[self.axis], like.shape)
 
     def moved(self, settings: Values, axis: int) -> Values:
         """The settings for another axis."""
-        return (*settings[: self._axis], axis, *settings[self._axis + 1 :])
+        return (*settings[: self.axis], axis, *settings[self.axis + 1 :])
+
+    def unsigned(self, settings: Values) -> Values:
+        """The settings with words, which a schema holds as signed integers, as they are."""
+        return tuple([v & _WORD if i in self._words else v for i, v in enumerate(settings)])
 
     def fields(self, inputs: Values, settings: Values) -> Values:
         """The fields of the descriptor behind shape and dtype."""
-        if self._words:  # which a schema holds as signed integers
-            settings = tuple([v & _WORD if i in self._words else v for i, v in enumerate(settings)])
+        if self._words:
+            settings = self.unsigned(settings)
         if not self._optional:
             return settings
         count, given = len(self.op.attributes), [inputs[i] is not None for i in self._optional]
@@ -127,7 +134,7 @@ class Bound:
                         f"{name}: {key} has shape {tuple(tensor.shape)} and {of} {tuple(like.shape)}; expected the same"
                     )
         require_storage(name, like, of)
-        axis = normalized_dim(name, settings[self._axis], like.shape)
+        axis = normalized_dim(name, settings[self.axis], like.shape)
         for (key, array), tensor in zip(self._kinds, inputs, strict=True):
             if tensor is not None and not isinstance(array, Like):
                 expected = array.shape(tuple(like.shape) or (1,), axis)
@@ -146,7 +153,10 @@ class Bound:
         axis, like = self.check(inputs, settings), inputs[self._problem]
         shape = like.shape if like.dim() else (1,)
         outputs = []
-        for _, a, asked in self.asked(settings):
+        for key, a, asked in self.asked(settings):
+            if asked and key in self.op.alike:
+                outputs.append(torch.empty_like(like))
+                continue
             size = (0,) if not asked else like.shape if isinstance(a, Like) else a.shape(shape, axis)
             outputs.append(empty(size, like, work_dtype(like.dtype) if a.compute else None))
         return self.results(outputs)
@@ -176,16 +186,24 @@ class Bound:
             taken = usable(op.name, key, tensor)
             operands[key] = taken if shape else taken.view(())
         for key, shape, dtype in made:
-            operands[key] = with_huge_pages(torch.empty(shape, dtype=_DTYPES[dtype], device=device))
+            if key in op.alike:
+                operands[key] = with_huge_pages(torch.empty_like(like))
+            else:
+                operands[key] = with_huge_pages(torch.empty(shape, dtype=_DTYPES[dtype], device=device))
         launch(plan, **operands)
         if len(op.outputs) == 1:
             return operands[key]
         return tuple([operands[key] if key in operands else like.new_empty(0) for key in op.outputs])
 
+    def rows_of_one(self, inputs: Values) -> Values:
+        """Tensors without dimensions as rows of one element."""
+        return tuple(
+            [t.reshape(1) if isinstance(a, Like) else t for (_, a), t in zip(self._kinds, inputs, strict=True)]
+        )
+
     def _run_scalar(self, inputs: Values, settings: Values) -> Any:
-        """Tensors without dimensions are rows of one element."""
         self.check(inputs, settings)
-        rows = [t.reshape(1) if isinstance(a, Like) else t for (_, a), t in zip(self._kinds, inputs, strict=True)]
+        rows = self.rows_of_one(inputs)
         found = self.run(*rows, *self.moved(settings, 0))
         outputs = zip(self.asked(settings), found if isinstance(found, tuple) else (found,), strict=True)
         shaped = [t.view(()) if isinstance(a, Like) else t for (_, a, _), t in outputs]
@@ -205,7 +223,7 @@ class Bound:
         shape = moved[self._problem].shape[1:]
         if not shape:
             moved = [t.unsqueeze(1) if isinstance(a, Like) else t for (_, a), t in zip(self._kinds, moved, strict=True)]
-        axis = normalized_dim(self.op.name, settings[self._axis], shape)
+        axis = normalized_dim(self.op.name, settings[self.axis], shape)
         found = op(*moved, *self.moved(settings, axis + 1))
         outputs = []
         for (_, a, asked), t in zip(self.asked(settings), found if isinstance(found, tuple) else (found,), strict=True):
@@ -261,6 +279,7 @@ def operator(
         batch=batch or bound.batch,
         autocast=dict.fromkeys(autocast, bound.cast),
     )
+    bound.function = function(bound)
     if not op.ordered:
         sharding.add(op.name, bound.cuts)
     _bound[op.name] = bound
@@ -370,6 +389,7 @@ def _pushed(op: Operation, tangent: Callable[..., Any] | None, saved: Named, set
 
 
 # --- functions -------------------------------------------------------------------------------------------------------
+_PLAIN = {"float": float}  # which needs no look; integers have a range
 _CHECKS: dict[str, Callable[[str, str, Any], Any]] = {
     "int": integer,
     "float": real_number,
@@ -379,22 +399,92 @@ _CHECKS: dict[str, Callable[[str, str, Any], Any]] = {
 
 
 def function(bound: Bound, called: str | None = None) -> Callable[..., Any]:
-    """The function (inputs, attributes) -> outputs, which looks at what users bring; `called`: by another name."""
-    name, call, count = called or bound.op.name, bound.call, len(bound.op.inputs)
-    arguments = bound.names[:count]
-    checks = [(_CHECKS[a.kind], key) for key, a in zip(bound.names[count:], bound.op.attributes.values(), strict=False)]
+    """The function (inputs, attributes, optional outputs, out, dtype) -> outputs, which looks at what users bring.
 
-    def run(inputs: Values, attributes: Values) -> Any:
-        enter(name)
-        for argument, tensor in zip(arguments, inputs, strict=True):
-            if tensor is not None:
-                require_dense(name, tensor, argument)
-        values = [check(name, key, value) for (check, key), value in zip(checks, attributes, strict=True)]
+    wanted: the names of the optional outputs that are asked for. out: where the output of an operation that has one
+    goes, without a gradient. dtype: what inputs are converted to first. called: another name of the function. Inside an
+    encoder the plan is recorded.
+    """
+    op, call, count = bound.op, bound.call, len(bound.op.inputs)
+    name, arguments = called or op.name, bound.names[:count]
+    required = [not a.optional for a in op.inputs.values()]
+    kinds = zip(bound.names[count:], op.attributes.values(), strict=False)
+    checks = [(_CHECKS[a.kind], key, _PLAIN.get(a.kind)) for key, a in kinds]
+    flags = bound.flags
+
+    def run(
+        inputs: Values,
+        attributes: Values,
+        wanted: tuple[str, ...] = (),
+        out: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        for argument, tensor, needed in zip(arguments, inputs, required, strict=True):
+            if needed or tensor is not None:
+                require_dense(name, tensor, argument, dtype)
+        values = attributes
+        for (_, _, plain), value in zip(checks, attributes, strict=True):
+            if type(value) is not plain:
+                values = tuple([check(name, key, v) for (check, key, _), v in zip(checks, attributes, strict=True)])
+                break
         try:
-            return call(*inputs, *values)
+            if out is None and not (encoder.recordings and _recorded()):
+                if dtype is None:
+                    return (
+                        call(*inputs, *values, *[key in wanted for key in flags]) if flags else call(*inputs, *values)
+                    )
+                with call.without_autocast(inputs):
+                    return call(*[t.to(dtype) for t in inputs], *values)
+            return _into(bound, inputs, values, wanted, out, dtype)
         except IsogradError as error:
             if called is None:
                 raise
             raise faults.named(called).renamed(error) from None
 
     return run
+
+
+def _recorded() -> bool:
+    """Whether an encoder records this thread's calls."""
+    return not torch.compiler.is_compiling() and encoder.current() is not None
+
+
+def _into(
+    bound: Bound, inputs: Values, values: Values, wanted: tuple[str, ...], out: Tensor | None, dtype: torch.dtype | None
+) -> Any:
+    """Compute by the plan, into memory that was brought or for a recording."""
+    op, like = bound.op, inputs[list(bound.op.inputs).index(bound.op.problem)]
+    if torch.compiler.is_compiling():
+        assert out is not None
+        return out.copy_(bound.function(inputs, values, wanted, None, dtype))
+    if dtype not in (None, like.dtype):
+        if encoder.recordings and _recorded():
+            raise UnsupportedError(f"{op.name}: dtype is {dtype} for {like.dtype}; a recording contains no conversion")
+        inputs = tuple([t.to(dtype) for t in inputs])
+    if out is not None:
+        require_tensor(op.name, out, "out")
+    values = bound.unsigned(bound.moved(values, normalized_dim(op.name, values[bound.axis], like.shape)))
+    with functional.unguarded():
+        try:
+            if like.dim():
+                return core_call.planned(op)(inputs, values, wanted, out)
+            row = out if out is None or out.dim() else out.view(1)
+            found = core_call.planned(op)(bound.rows_of_one(inputs), values, wanted, row)
+        except IsogradError as error:
+            raise faults.named(op.name, at=None, **_SPELLED).renamed(error) from None
+    shaped = zip(op.outputs.values(), found if isinstance(found, tuple) else (found,), strict=False)
+    return out if out is not None else bound.results([t.view(()) if isinstance(a, Like) else t for a, t in shaped])
+
+
+def applied(op: Operation, inputs: Values, attributes: Values, wanted: tuple[str, ...], out: Any) -> Any:
+    """The function of arrays for tensors: in its words, and without outputs that were not asked for."""
+    bound = _bound[op.name]
+    try:
+        found = bound.function(inputs, attributes, wanted, out)
+    except IsogradError as error:
+        raise faults.named(op.name, at=None, **_ARRAYS).renamed(error) from None
+    if isinstance(found, tuple):
+        asked = [key for key, a in op.outputs.items() if not a.optional or key in wanted]
+        found = tuple([t for key, t in zip(op.outputs, found, strict=False) if key in asked])
+        return found if len(found) > 1 else found[0]
+    return found

@@ -20,7 +20,7 @@ node for the one level that the kernel serves, so that torch.func, double backwa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -139,6 +139,12 @@ class Operator:
     def __call__(self, *args: Any) -> Any:
         """Call the operator; arguments at the end that have a default may be left out."""
         return self._called(args) if _direct() else self.overload(*args)
+
+    def without_autocast(self, args: tuple[Any, ...]) -> AbstractContextManager[Any]:
+        """A block in which autocast leaves the operator's arguments as they are."""
+        if self._is_autocast(args):
+            return torch.autocast(args[self.tensors[0]].device.type, enabled=False)
+        return nullcontext()
 
     def _called(self, args: tuple[Any, ...]) -> Any:
         """Call it where nothing but the tensors could be in between."""

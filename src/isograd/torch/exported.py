@@ -6,12 +6,22 @@ from isograd.ops.gumbel_softmax.torch import (
 from isograd.ops.rmsnorm.torch import (
     rms_norm,
 )
+from isograd.ops.softmax.torch import (
+    log_softmax,
+    log_softmax_backward,
+    softmax,
+    softmax_backward,
+)
 from isograd.ops.sparsemax.torch import (
     sparsemax,
 )
 
 __all__ = [
     "gumbel_softmax",
+    "log_softmax",
+    "log_softmax_backward",
     "rms_norm",
+    "softmax",
+    "softmax_backward",
     "sparsemax",
 ]

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from isograd.torch import functional, losses
+from isograd.ops.softmax.torch import log_softmax, softmax
+from isograd.torch import losses
 from isograd.torch.tensors import refuse
 from isograd.typing import BatchReduction, Reduction
 
@@ -16,7 +17,7 @@ class Softmax(torch.nn.Softmax):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Softmax of `input` along the module's `dim`."""
-        return functional.softmax(input, self.dim)  # type: ignore[arg-type]
+        return softmax(input, self.dim)  # type: ignore[arg-type]
 
 
 class LogSoftmax(torch.nn.LogSoftmax):
@@ -27,7 +28,7 @@ class LogSoftmax(torch.nn.LogSoftmax):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Logarithm of the softmax of `input` along the module's `dim`."""
-        return functional.log_softmax(input, self.dim)  # type: ignore[arg-type]
+        return log_softmax(input, self.dim)  # type: ignore[arg-type]
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):

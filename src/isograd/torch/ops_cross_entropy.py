@@ -21,8 +21,8 @@ from isograd.errors import InvalidProblemError
 from isograd.losses import cross_entropy as steps
 from isograd.losses.cross_entropy_reference import STATE
 from isograd.losses.reductions import checked_reduction
+from isograd.ops.softmax.torch import FORWARD
 from isograd.torch import define, members
-from isograd.torch.ops import FORWARD
 from isograd.torch.tensors import (
     INDEX_DTYPES,
     empty,

@@ -25,8 +25,8 @@ from isograd.losses.divergence_plans import (
 )
 from isograd.losses.divergence_reference import divisor
 from isograd.losses.promises import checked_reduction
+from isograd.ops.softmax.torch import BACKWARD, FORWARD
 from isograd.torch import define, members
-from isograd.torch.ops import BACKWARD, FORWARD
 from isograd.torch.tensors import (
     NAMES,
     Shape,

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from isograd.errors import InvalidProblemError
 from isograd.faults import named
+from isograd.ops.softmax.torch import BACKWARD, FORWARD
 from isograd.router.plans import MoeRouterBackwardPlan, MoeRouterPlan, TopKPlan
 from isograd.torch import define
-from isograd.torch.ops import BACKWARD, FORWARD
 from isograd.torch.ops_gather import GATHER, GATHER_BACKWARD
 from isograd.torch.tensors import (
     NAMES,

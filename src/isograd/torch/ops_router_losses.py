@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from isograd.errors import InvalidProblemError
+from isograd.ops.softmax.torch import FORWARD
 from isograd.router import plans
 from isograd.torch import define
-from isograd.torch.ops import FORWARD
 from isograd.torch.tensors import (
     NAMES,
     Shape,

@@ -9,14 +9,14 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from isograd.errors import UnsupportedError
-from isograd.torch import dot_product, exported, functional, indexing, losses
+from isograd.torch import dot_product, exported, indexing, losses
 
 
 def _plain(kind: str) -> Callable[..., Tensor]:
     """torch.softmax, torch.special.softmax and the tensor method."""
 
     def call(input: Any, dim: Any, dtype: Any = None, *, out: Any = None) -> Tensor:  # noqa: A002
-        return functional.forward(kind, _servable(kind, input), dim, dtype, out, ("input", "dim"))
+        return getattr(exported, kind)(_servable(kind, input), dim, dtype, out=out)  # type: ignore[no-any-return]
 
     return call
 
@@ -28,7 +28,7 @@ def _functional(kind: str) -> Callable[..., Tensor]:
         tensor = _servable(kind, input)
         if dim is None:
             dim = F._get_softmax_dim(kind, tensor.dim(), _stacklevel)  # type: ignore[attr-defined]
-        return functional.forward(kind, tensor, dim, dtype, None, ("input", "dim"))
+        return getattr(exported, kind)(tensor, dim, dtype)  # type: ignore[no-any-return]
 
     return call
 

@@ -71,14 +71,6 @@ def _given(*pairs: tuple[Any, int | None]) -> list[int | None]:
     return [axis for tensor, axis in pairs if tensor is not None]
 
 
-def _forward(x: Any, dim: int, *_: Any) -> Iterator[Cut]:
-    return (([d], [d]) for d in _others(x, dim))
-
-
-def _backward(dy: Any, y: Any, *options: Any) -> Iterator[Cut]:
-    return (([d], [d, d]) for d in _others(y, options[-1]))
-
-
 def _gather(x: Any, dim: int, index: Any) -> Iterator[Cut]:
     if len(x.shape) == len(index.shape):
         yield from (([d], [d, d]) for d in _others(x, dim) if x.shape[d] == index.shape[d])
@@ -171,10 +163,6 @@ def _attention_backward(do: Any, dlse: Any, o: Any, lse: Any, dbias: bool, dsink
 
 
 _CUTS: dict[str, Callable[..., Iterator[Cut]]] = {
-    "softmax": _forward,
-    "log_softmax": _forward,
-    "softmax_backward": _backward,
-    "log_softmax_backward": _backward,
     "top_k": lambda x, k, dim: (([d, d], [d]) for d in _others(x, dim)),
     "gather": _gather,
     "scatter_add": _scatter_add,

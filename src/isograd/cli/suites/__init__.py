@@ -3,12 +3,11 @@
 A family has its suites in the file of its name; verify finds the kernels in the registry.
 """
 
-from isograd.cli.suites import attention, cross_entropy, divergences, gather, operations, router, softmax
+from isograd.cli.suites import attention, cross_entropy, divergences, gather, operations, router
 from isograd.core.cases import Case, Suite
 from isograd.fenv import default_environment
 
 SUITES: dict[str, Suite] = {
-    **softmax.SUITES,
     **gather.SUITES,
     **router.SUITES,
     **cross_entropy.SUITES,

@@ -33,7 +33,7 @@ _STREAM = 400  # of this family's inputs
 
 def _log_softmax(x: Array) -> Array:
     """Log-probabilities in the work type; the family's reference has the same bits on every machine."""
-    from isograd.softmax import reference
+    from isograd.ops.softmax import reference
 
     return reference.log_softmax(ref.widen(x))
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from isograd.numerics.bounds import LARGEST, limits, stored_error, ulp
 from isograd.numerics.storage import compute_dtype
 from isograd.ops.gumbel_softmax import reference as gumbel
-from isograd.softmax import bounds as family
-from isograd.softmax import reference as softmax
+from isograd.ops.softmax import bounds as family
+from isograd.ops.softmax import reference as softmax
 
 Floats = NDArray[Any]
 _WIDE = np.longdouble
@@ -55,7 +55,7 @@ def gumbel_softmax_backward(dtype: str, dy: Floats, y: Floats, axis: int = -1, t
     """Of dx."""
     u, _, eta, _ = limits(dtype)
     with np.errstate(all="ignore"):
-        inner = family._softmax_backward(compute_dtype(dtype), dy, y, axis)
+        inner = family.softmax_backward(compute_dtype(dtype), dy, y, axis)
         dx = gumbel.oracle_gumbel_softmax_backward(dy, y, axis, tau)
         bound = inner * 1.01 / _WIDE(tau) + 4 * u * np.abs(dx) + 2 * eta + ulp(dx, dtype) / 2
         return np.where(np.abs(dx) > LARGEST[dtype], np.inf, bound)

@@ -6,7 +6,7 @@ import numpy as np
 
 from isograd.core.cases import Case, logits
 from isograd.numerics import reference as ref
-from isograd.softmax import reference as softmax
+from isograd.ops.softmax import reference as softmax
 
 _STREAM = 540
 

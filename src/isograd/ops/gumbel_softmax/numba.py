@@ -41,9 +41,9 @@ from isograd.numerics.numba_sum import (
 from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
 from isograd.numerics.reference import work_dtype
 from isograd.ops.gumbel_softmax.reference import LAST_WORD, number_strides
+from isograd.rows.numba_exponentials import largest_quotient, quotient, reciprocal, row_shift, term_scale
 from isograd.rows.numba_rows import block_exponentials, block_maximum, fill
 from isograd.rows.walk import for_rows
-from isograd.softmax.numba_steps import largest_quotient, quotient, reciprocal, row_shift, term_scale
 
 _LONGEST = (1 << 31) - 1
 _MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)

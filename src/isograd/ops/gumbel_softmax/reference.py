@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from isograd.numerics import reference as ref
 from isograd.numerics.random import philox
-from isograd.softmax import reference as family
+from isograd.ops.softmax import reference as family
 
 Floats = NDArray[Any]
 

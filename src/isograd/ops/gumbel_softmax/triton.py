@@ -20,10 +20,10 @@ from isograd.fenv import default_environment
 from isograd.numerics import triton_memory as memory
 from isograd.numerics import triton_ops as ops
 from isograd.ops.gumbel_softmax.reference import number_strides
+from isograd.ops.softmax.triton import launch as softmax
+from isograd.rows import triton_rows
 from isograd.rows import triton_tiles as tiles
 from isograd.rows.triton_launch import Strides, Tile, halves, launch_rows, tile, words_of
-from isograd.softmax import triton_rows
-from isograd.softmax.triton_kernels import softmax, softmax_backward
 from isograd.triton_launcher import Launcher, Specification, architecture, kept, merged, rows
 
 _M0, _M1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
@@ -280,7 +280,7 @@ def gumbel_softmax(problem: Any, logits: torch.Tensor, y: torch.Tensor, size: Ti
     z = y if y.dtype == work else torch.empty_like(y, dtype=work)
     launch = _perturbed_elements(shape, (*strides[:2], z.stride()), blocks, (logits.dtype, architecture(y)))
     launch(logits, z, numbers=words)
-    softmax(z, z, axis)
+    softmax("softmax", (z, z), axis)
     if z is not y:
         _narrow(z, y)
 
@@ -294,6 +294,6 @@ def gumbel_softmax_backward(
         return
     work = _work(dx)
     product = torch.empty_like(dx, dtype=work)
-    softmax_backward(dy.to(work), y.to(work), product, problem.axis)
+    softmax("softmax_backward", (dy.to(work), y.to(work), product), problem.axis)
     product.mul_(float(_factor(problem.tau, work)))
     _narrow(product, dx)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd.numerics import reference as ref
+from isograd.rows.reference import over_rows
 
 Floats = NDArray[Any]
 
@@ -70,23 +71,14 @@ def _sparsemax_backward_rows(dy_rows: Floats, y_rows: Floats) -> Floats:
     return ref.narrow(dx, dy_rows.dtype)
 
 
-def _over_rows(function: Any, axis: int, *arrays: Floats) -> Floats:
-    if arrays[0].size == 0:
-        return np.empty_like(arrays[0])
-    moved = [np.ascontiguousarray(np.moveaxis(a, axis, -1)) for a in arrays]
-    with np.errstate(all="ignore"):
-        rows = function(*(a.reshape(-1, a.shape[-1]) for a in moved))
-    return np.moveaxis(rows.reshape(moved[0].shape), -1, axis)
-
-
 def sparsemax(x: Floats, axis: int = -1) -> Floats:
     """The bits of sparsemax."""
-    return _over_rows(_sparsemax_rows, axis, x)
+    return over_rows(_sparsemax_rows, axis, x)
 
 
 def sparsemax_backward(dy: Floats, y: Floats, axis: int = -1) -> Floats:
     """The bits of the gradient of sparsemax; y is its result."""
-    return _over_rows(_sparsemax_backward_rows, axis, dy, y)
+    return over_rows(_sparsemax_backward_rows, axis, dy, y)
 
 
 # --- the oracle: the same formulas in the widest float of the machine ------------------------------------------------

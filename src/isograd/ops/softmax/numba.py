@@ -1,12 +1,14 @@
-# mypy: ignore-errors
 """The softmax family on the CPU, one row of the reduced axis after the other.
 
 A row is worked on in blocks that stay in the first-level cache and costs two or three passes over memory; the later
 ones find it in the cache. `numba_lanes.py` has the same operations for a reduction over a non-last axis.
 """
 
+from typing import Any
+
 import numpy as np
 
+from isograd.core.kernel import launcher
 from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import (
     BLOCK,
@@ -38,8 +40,8 @@ from isograd.numerics.numba_sum import (
     sum_scale,
 )
 from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
-from isograd.softmax.numba_rows import exponential_sum, fill_row, row_maximum
-from isograd.softmax.numba_steps import (
+from isograd.ops.softmax import numba_lanes as lanes
+from isograd.rows.numba_exponentials import (
     largest_quotient,
     log_probability,
     log_sum,
@@ -48,10 +50,13 @@ from isograd.softmax.numba_steps import (
     reciprocal,
     row_shift,
 )
+from isograd.rows.numba_rows import exponential_sum, fill_row, row_maximum
+from isograd.rows.walk import for_rows_or_lanes
 
 
 @kernel
 def softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n, x_stride, y_stride, start, stop):
+    """Rows of softmax; y may be x."""
     x, y = pointer(x_address, like), pointer(y_address, like)
     zero = work_zero(like)
     block = stack_block(zero)
@@ -87,6 +92,7 @@ def softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n, x_s
 
 @kernel
 def log_softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n, x_stride, y_stride, start, stop):
+    """Rows of log_softmax; y may be x."""
     x, y = pointer(x_address, like), pointer(y_address, like)
     block = stack_block(work_zero(like))
     for row in range(start, stop):
@@ -132,6 +138,7 @@ def softmax_backward_rows(
     like, dy_address, y_address, dx_address, shape, dy_strides, y_strides, dx_strides, n,
     dy_stride, y_stride, dx_stride, start, stop,
 ):  # fmt: skip
+    """Rows of softmax's gradient; dx may be dy or y."""
     dy, y, dx = pointer(dy_address, like), pointer(y_address, like), pointer(dx_address, like)
     zero = work_zero(like)
     block = stack_block(zero)
@@ -195,6 +202,7 @@ def log_softmax_backward_rows(
     like, dy_address, y_address, dx_address, shape, dy_strides, y_strides, dx_strides, n,
     dy_stride, y_stride, dx_stride, start, stop,
 ):  # fmt: skip
+    """Rows of log_softmax's gradient; dx may be dy or y."""
     dy, y, dx = pointer(dy_address, like), pointer(y_address, like), pointer(dx_address, like)
     zero = work_zero(like)
     block, e = stack_block(zero), stack_block(zero)
@@ -245,3 +253,28 @@ def log_softmax_backward_rows(
                 for i in range(count):
                     store(dx, offset + i * dx_stride, narrow(fma(-load(e, i), s, load(block, i)), like))
     keep_alive(scratch)
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
+@launcher("softmax")
+def softmax(problem: Any, x: Any, y: Any) -> None:
+    """Compute y, which may be x."""
+    for_rows_or_lanes(softmax_rows, lanes.softmax_lanes, problem.axis, x, y)
+
+
+@launcher("log_softmax")
+def log_softmax(problem: Any, x: Any, y: Any) -> None:
+    """Compute y, which may be x."""
+    for_rows_or_lanes(log_softmax_rows, lanes.log_softmax_lanes, problem.axis, x, y)
+
+
+@launcher("softmax_backward")
+def softmax_backward(problem: Any, dy: Any, y: Any, dx: Any) -> None:
+    """Compute dx, which may be dy or y."""
+    for_rows_or_lanes(softmax_backward_rows, lanes.softmax_backward_lanes, problem.axis, dy, y, dx)
+
+
+@launcher("log_softmax_backward")
+def log_softmax_backward(problem: Any, dy: Any, y: Any, dx: Any) -> None:
+    """Compute dx, which may be dy or y."""
+    for_rows_or_lanes(log_softmax_backward_rows, lanes.log_softmax_backward_lanes, problem.axis, dy, y, dx)

@@ -1,5 +1,5 @@
 // The softmax family in Metal: one threadgroup a row, any strides, float, half, bfloat. Formulas: reference.py.
-#include "isograd/softmax/metal_rows.h"
+#include "isograd/rows/metal_rows.h"
 
 namespace isograd {
 

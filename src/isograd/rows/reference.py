@@ -1,11 +1,6 @@
-"""The softmax family in NumPy: the definition that every kernel returns bit for bit, and its float64 oracle.
+"""Rows in NumPy, as kernels have to compute them: exponentials with their exact sums, and what follows from these.
 
-Formulas (rule 7 of `docs/arithmetic.md`), over one row of the reduced axis:
-
-    softmax              y_j  = exp(x_j - m) / sum_i exp(x_i - m),          m = max_i x_i
-    log_softmax          y_j  = x_j - m - log(sum_i exp(x_i - m))
-    softmax_backward     dx_j = y_j * (dy_j - sum_i y_i * dy_i)
-    log_softmax_backward dx_j = dy_j - exp(y_j) * sum_i dy_i
+Rule 7 of `docs/arithmetic.md`. A set of rows is an array of two dimensions.
 """
 
 from collections.abc import Callable
@@ -20,25 +15,17 @@ from isograd.numerics import reference as ref
 Floats = NDArray[Any]
 
 
-def _rows(x: Floats, axis: int) -> Floats:
-    moved = np.moveaxis(x, axis, -1)
-    return np.ascontiguousarray(moved).reshape(-1, x.shape[axis])
-
-
-def _restore(rows: Floats, like: Floats, axis: int) -> Floats:
-    shape = list(like.shape)
-    shape.append(shape.pop(axis))
-    return np.moveaxis(rows.reshape(shape), -1, axis)
-
-
-def _over_rows(function: Callable[..., Floats], axis: int, *arrays: Floats) -> Floats:
+def over_rows(function: Callable[..., Floats], axis: int, *arrays: Floats) -> Floats:
+    """What a function of sets of rows makes of the rows of an axis."""
     if arrays[0].size == 0:
         return np.empty_like(arrays[0])
-    rows = function(*(_rows(a, axis) for a in arrays))
-    return _restore(rows, arrays[0], axis)
+    moved = [np.ascontiguousarray(np.moveaxis(a, axis, -1)) for a in arrays]
+    with np.errstate(all="ignore"):
+        rows = function(*(a.reshape(-1, a.shape[-1]) for a in moved))
+    return np.moveaxis(rows.reshape(moved[0].shape), -1, axis)
 
 
-class _Exponentials(NamedTuple):
+class Exponentials(NamedTuple):
     """Scaled exponentials of a set of rows with their exact integer sums; `bits` is minus the quantum's exponent."""
 
     e: Floats
@@ -56,20 +43,21 @@ def scaled_exponentials(x: Floats, m: Floats, short: bool) -> tuple[Floats, Floa
     return ref.exp_shifted(x, *ref.exp_shift(m))
 
 
-def _exponentials(x: Floats, m: Floats, short: bool) -> _Exponentials:
+def row_exponentials(x: Floats, m: Floats, short: bool) -> Exponentials:
+    """The exponentials of rows with the finite maximum m, a column, and their integer terms."""
     e, error = scaled_exponentials(x, m, short)
     if short:
         bits = c.SHORT_QUANTUM_BITS if x.shape[1] <= c.SHORT_ROW else c.QUANTUM_BITS
         terms = ref.integer_terms(e, bits - c.SHORT_QUANTUM_BITS)
-        return _Exponentials(e, error, terms, c.SHORT_QUANTUM_BITS, bits)
+        return Exponentials(e, error, terms, c.SHORT_QUANTUM_BITS, bits)
     form = ref.FORMATS[x.dtype]
     shift = form.quantum_bits - form.exp_scale
     pairs = zip(ref.integer_terms(e, shift), ref.integer_terms(error, shift), strict=True)
     terms = [[a + b for a, b in zip(*pair, strict=True)] for pair in pairs]
-    return _Exponentials(e, error, terms, form.exp_scale, form.quantum_bits)
+    return Exponentials(e, error, terms, form.exp_scale, form.quantum_bits)
 
 
-def _pair(total: int, exponent: int, form: ref.Format) -> tuple[Any, Any]:
+def rounded_pair(total: int, exponent: int, form: ref.Format) -> tuple[Any, Any]:
     """Total * 2**exponent rounded once, and what that left, rounded once."""
     head = ref.round_integer(total, exponent, form)
     rest = total - int(np.ldexp(np.float64(head), -exponent))
@@ -85,7 +73,7 @@ class Rows(NamedTuple):
     x: Floats
     m: Floats
     valid: Floats
-    exponentials: _Exponentials
+    exponentials: Exponentials
     short: bool
 
 
@@ -98,7 +86,7 @@ def row_state(rows: Floats) -> Rows:
     valid = np.isfinite(m)
     x, m = np.where(valid, x, form.dtype(0)), np.where(valid, m, form.dtype(0))
     with np.errstate(all="ignore"):
-        return Rows(x, m, valid, _exponentials(x, m, short), short)
+        return Rows(x, m, valid, row_exponentials(x, m, short), short)
 
 
 def reciprocals(state: Rows) -> tuple[Floats, Floats]:
@@ -108,7 +96,7 @@ def reciprocals(state: Rows) -> tuple[Floats, Floats]:
     down = form.dtype(2.0**-state.exponentials.scale)
     with np.errstate(all="ignore"):
         for row, terms in enumerate(state.exponentials.terms):
-            s, rest = _pair(sum(terms), -state.exponentials.bits, form)
+            s, rest = rounded_pair(sum(terms), -state.exponentials.bits, form)
             if state.short:
                 r[row] = form.dtype(1) / (s / down)
                 continue
@@ -155,7 +143,7 @@ def log_sums(state: Rows) -> tuple[Floats, Floats, Floats]:
             # The largest term leaves the sum as an integer: a float logarithm of the rounded sum would lose every
             # small term when one dominates.
             largest = int(np.argmax(x[row]))
-            rest, rest_low = _pair(sum(terms) - terms[largest], -state.exponentials.bits, form)
+            rest, rest_low = rounded_pair(sum(terms) - terms[largest], -state.exponentials.bits, form)
             down = form.dtype(2.0**-state.exponentials.scale)
             e, error = state.exponentials.e[row, largest] * down, state.exponentials.error[row, largest] * down
             t[row] = rest / e
@@ -175,11 +163,11 @@ def log_sum(x: Floats, m: Floats, short: bool) -> tuple[Floats, Floats]:
     """
     form = ref.FORMATS[x.dtype]
     with np.errstate(all="ignore"):
-        exponentials = _exponentials(x, m, short)
+        exponentials = row_exponentials(x, m, short)
         t, t_low = np.empty(len(x), x.dtype), np.empty(len(x), x.dtype)
         for row, terms in enumerate(exponentials.terms):
             largest = int(np.argmax(x[row]))
-            rest, rest_low = _pair(sum(terms) - terms[largest], -exponentials.bits, form)
+            rest, rest_low = rounded_pair(sum(terms) - terms[largest], -exponentials.bits, form)
             down = form.dtype(2.0**-exponentials.scale)
             e, error = exponentials.e[row, largest] * down, exponentials.error[row, largest] * down
             t[row] = rest / e
@@ -197,86 +185,3 @@ def log_probabilities(state: Rows, top: Floats, middle: Floats, low: Floats) -> 
             u, v = ref.two_sum(x, np.broadcast_to(-top, x.shape))
             y = np.where(np.isinf(u), u, u + ((v - middle) - low))
     return np.where(state.valid, y, x.dtype.type(np.nan))
-
-
-def _softmax_rows(rows: Floats) -> Floats:
-    state = row_state(rows)
-    return ref.narrow(probabilities(state, *reciprocals(state)), rows.dtype)
-
-
-def _log_softmax_rows(rows: Floats) -> Floats:
-    state = row_state(rows)
-    return ref.narrow(log_probabilities(state, *log_sums(state)), rows.dtype)
-
-
-def _softmax_backward_rows(dy_rows: Floats, y_rows: Floats) -> Floats:
-    dy, y = ref.widen(dy_rows), ref.widen(y_rows)
-    with np.errstate(all="ignore"):
-        s = ref.order_free_sum(y * dy)[:, None]
-        return ref.narrow(y * (dy - s), dy_rows.dtype)
-
-
-def _log_softmax_backward_rows(dy_rows: Floats, y_rows: Floats) -> Floats:
-    dy, y = ref.widen(dy_rows), ref.widen(y_rows)
-    with np.errstate(all="ignore"):
-        s = np.broadcast_to(ref.order_free_sum(dy)[:, None], dy.shape)
-        exp = ref.exp_short_any if dy_rows.dtype.itemsize == 2 else ref.exp
-        return ref.narrow(ref.fma(-exp(y), s, dy), dy_rows.dtype)
-
-
-def softmax(x: Floats, axis: int = -1) -> Floats:
-    """The bits of softmax."""
-    return _over_rows(_softmax_rows, axis, x)
-
-
-def log_softmax(x: Floats, axis: int = -1) -> Floats:
-    """The bits of log_softmax."""
-    return _over_rows(_log_softmax_rows, axis, x)
-
-
-def softmax_backward(dy: Floats, y: Floats, axis: int = -1) -> Floats:
-    """The bits of the gradient of softmax."""
-    return _over_rows(_softmax_backward_rows, axis, dy, y)
-
-
-def log_softmax_backward(dy: Floats, y: Floats, axis: int = -1) -> Floats:
-    """The bits of the gradient of log_softmax."""
-    return _over_rows(_log_softmax_backward_rows, axis, dy, y)
-
-
-# --- the oracle: the same formulas in the widest float of the machine ------------------------------------------------
-# x86 has an 80-bit longdouble, which also serves as the oracle of float64; elsewhere it is binary64.
-_WIDE = np.longdouble
-
-
-def oracle_softmax(x: Floats, axis: int = -1) -> Floats:
-    """The exact softmax, but for the rounding of the wide type."""
-    with np.errstate(all="ignore"):
-        wide = x.astype(_WIDE)
-        e = np.exp(wide - wide.max(axis=axis, keepdims=True))
-        return np.asarray(e / e.sum(axis=axis, keepdims=True))
-
-
-def oracle_log_softmax(x: Floats, axis: int = -1) -> Floats:
-    """The exact log_softmax, but for the rounding of the wide type."""
-    with np.errstate(all="ignore"):
-        wide = x.astype(_WIDE)
-        d = wide - wide.max(axis=axis, keepdims=True)
-        # log1p of the sum without its largest term keeps what a plain log would lose when one term dominates.
-        e = np.sort(np.exp(d), axis=axis)
-        rest = np.take(e, range(x.shape[axis] - 1), axis=axis).sum(axis=axis, keepdims=True)
-        return np.asarray(d - np.log1p(rest))
-
-
-def oracle_softmax_backward(dy: Floats, y: Floats, axis: int = -1) -> Floats:
-    """The exact gradient of softmax, but for the rounding of the wide type."""
-    with np.errstate(all="ignore"):
-        a, b = y.astype(_WIDE), dy.astype(_WIDE)
-        return np.asarray(a * (b - (a * b).sum(axis=axis, keepdims=True)))
-
-
-def oracle_log_softmax_backward(dy: Floats, y: Floats, axis: int = -1) -> Floats:
-    """The exact gradient of log_softmax, but for the rounding of the wide type."""
-    with np.errstate(all="ignore"):
-        a, b = y.astype(_WIDE), dy.astype(_WIDE)
-        return np.asarray(b - np.exp(a) * b.sum(axis=axis, keepdims=True))

@@ -1,26 +1,36 @@
-# mypy: ignore-errors
-# ruff: noqa: D103, N803, RET505
+# ruff: noqa: N803, RET505
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """The softmax family in Triton: any axis, any strides, float16, bfloat16, float32, float64.
 
 Two kernels for each direction. `*_tile` holds whole rows in registers. `*_loop` passes over rows of any length three
-times; the long rows that training meets go to `gluon_kernels.py` and `gluon_pipes.py`, which stage them on chip.
+times; the long rows that training meets go to `gluon_clusters.py` and `gluon_pipes.py`, which stage them on chip, and
+rows whose neighbours in memory belong to other rows to `gluon_strips.py`.
 
 A problem is a set of rows: the reduced axis of n elements, the inner axis (the remaining one with the smallest
 stride), and up to six outer axes. A program serves ROWS neighbours on the inner axis. Formulas: `reference.py`.
 """
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from isograd.core.kernel import launcher
 from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
-from isograd.softmax import triton_rows as rows
-from isograd.softmax.gluon_kernels import backward_cluster, backward_staged, forward_cluster, forward_staged
-from isograd.softmax.gluon_pipes import forward_piped
-from isograd.softmax.gluon_strips import backward_strip, forward_strip
-from isograd.softmax.triton_launch import launch
+from isograd.numerics.constants import SHORT_ROW
+from isograd.ops.softmax import gluon_pipes, gluon_strips
+from isograd.ops.softmax.gluon_clusters import backward_cluster, backward_staged, forward_cluster, forward_staged
+from isograd.rows import gluon_rows
+from isograd.rows import triton_rows as rows
+from isograd.rows.triton_configuration import FORWARD, INT32_ROW, Configuration, configuration
+from isograd.rows.triton_launch import Tile
+from isograd.rows.triton_tiles import broad, columns
+from isograd.triton_launcher import Launcher, Specification, architecture, kept
+from isograd.triton_launcher import rows as rows_of
 
 SOFTMAX, LOG_SOFTMAX = rows.SOFTMAX, rows.LOG_SOFTMAX
 
@@ -50,14 +60,6 @@ def _outer_offset(outer, shape, strides):
 
 
 @triton.jit
-def _columns(BLOCK: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr):
-    """[q, 1, p, v] indices on the reduced axis; GROUP of them belong to a thread, V to one access."""
-    q = tl.arange(0, BLOCK // GROUP)[:, None, None] * V
-    p = tl.arange(0, GROUP // V)[None, :, None] * (BLOCK // GROUP * V)
-    return (p + q + tl.arange(0, V)[None, None, :]).to(tl.int64)[:, None, :, :]
-
-
-@triton.jit
 def _pointers(base, row, column, inner_stride, axis_stride, INNER: tl.constexpr, VEC: tl.constexpr):
     """Pointers of a tile; the stride of the axis that is not contiguous is a multiple of VEC."""
     if VEC > 1:
@@ -71,12 +73,6 @@ def _pointers(base, row, column, inner_stride, axis_stride, INNER: tl.constexpr,
 @triton.jit
 def _mask(row, column, inner, n):
     return (row < inner) & (column < n)
-
-
-@triton.jit
-def _broad(v):
-    """A value a row as a tile."""
-    return v[None, :, None, None]
 
 
 @triton.jit
@@ -125,7 +121,7 @@ def forward_tile(
     short: tl.constexpr = dtype.primitive_bitwidth == 16
     wide: tl.constexpr = dtype == tl.float64
     row, outer = _place(inner, outer_shape, ROWS)
-    column = _columns(BLOCK, GROUP, V)
+    column = columns(BLOCK, GROUP, V)
     mask = _mask(row, column, inner, n)
     x_ptr += _outer_offset(outer, outer_shape, x_outer)
     x = _load(_pointers(x_ptr, row, column, x_inner, x_axis, INNER, VEC), mask, float("-inf"), MASKED, NATIVE)
@@ -136,8 +132,8 @@ def forward_tile(
     valid = ops.is_finite(m)
     base, floor, bias = rows.row_shift(m, short)
     flag = rows.largest_flag(most, m[None, :], valid[None, :], short)[:, :, None, None]
-    found = rows.find_largest(x, _broad(m), flag, _broad(valid), short, NATIVE)
-    e, error = rows.exponential(x, _broad(base), _broad(floor), _broad(bias), short)
+    found = rows.find_largest(x, broad(m), flag, broad(valid), short, NATIVE)
+    e, error = rows.exponential(x, broad(base), broad(floor), broad(bias), short)
     high, low = rows.exponential_terms(e, error, short, False, NATIVE)
     high, low = rows.exponential_sums(high, low, short, False)
     if short:
@@ -151,10 +147,10 @@ def forward_tile(
     if KIND == SOFTMAX:
         r, r_low = rows.softmax_factors(hi, lo, valid, short, False, wide, dtype)
         largest = rows.largest_output(m, base, floor, bias, r, r_low, valid, short)
-        y = rows.softmax_output(e, found, _broad(r), _broad(r_low), _broad(largest), short, NATIVE)
+        y = rows.softmax_output(e, found, broad(r), broad(r_low), broad(largest), short, NATIVE)
     else:
         top, middle, bottom = rows.log_sum(hi, lo, m, base, floor, bias, valid, short, False, wide, dtype, NATIVE)
-        y = rows.log_softmax_output(x, _broad(top), _broad(middle), _broad(bottom), short)
+        y = rows.log_softmax_output(x, broad(top), broad(middle), broad(bottom), short)
     out_ptr += _outer_offset(outer, outer_shape, out_outer)
     _store(_pointers(out_ptr, row, column, out_inner, out_axis, INNER, VEC), y, mask, MASKED, NATIVE)
 
@@ -190,7 +186,7 @@ def forward_loop(
     row, outer = _place(inner, outer_shape, ROWS)
     x_ptr += _outer_offset(outer, outer_shape, x_outer)
     out_ptr += _outer_offset(outer, outer_shape, out_outer)
-    column = _columns(BLOCK, GROUP, V)
+    column = columns(BLOCK, GROUP, V)
 
     best = tl.full((BLOCK // GROUP, ROWS, GROUP // V, V), float("-inf"), work)
     for start in range(0, n, BLOCK):
@@ -206,7 +202,7 @@ def forward_loop(
     for start in range(0, n, BLOCK):
         mask = _mask(row, column + start, inner, n)
         x = _load(_pointers(x_ptr, row, column + start, x_inner, x_axis, INNER, VEC), mask, float("-inf"), True, NATIVE)
-        e, error = rows.exponential(x, _broad(base), _broad(floor), _broad(bias), short)
+        e, error = rows.exponential(x, broad(base), broad(floor), broad(bias), short)
         high, low = rows.exponential_terms(e, error, short, LONG, NATIVE)
         high, low = rows.exponential_sums(high, low, short, LONG)
         high_sum += high
@@ -226,12 +222,12 @@ def forward_loop(
         mask = _mask(row, column + start, inner, n)
         x = _load(_pointers(x_ptr, row, column + start, x_inner, x_axis, INNER, VEC), mask, float("-inf"), True, NATIVE)
         if KIND == SOFTMAX:
-            e, _ = rows.exponential(x, _broad(base), _broad(floor), _broad(bias), short)
-            every = _broad(tl.full(valid.shape, 1, tl.int32))
-            found = rows.find_largest(x, _broad(m), every, _broad(valid), short, NATIVE)
-            y = rows.softmax_output(e, found, _broad(r), _broad(r_low), _broad(largest), short, NATIVE)
+            e, _ = rows.exponential(x, broad(base), broad(floor), broad(bias), short)
+            every = broad(tl.full(valid.shape, 1, tl.int32))
+            found = rows.find_largest(x, broad(m), every, broad(valid), short, NATIVE)
+            y = rows.softmax_output(e, found, broad(r), broad(r_low), broad(largest), short, NATIVE)
         else:
-            y = rows.log_softmax_output(x, _broad(top), _broad(middle), _broad(bottom), short)
+            y = rows.log_softmax_output(x, broad(top), broad(middle), broad(bottom), short)
         _store(_pointers(out_ptr, row, column + start, out_inner, out_axis, INNER, VEC), y, mask, True, NATIVE)
 
 
@@ -268,7 +264,7 @@ def backward_tile(
     short: tl.constexpr = dtype.primitive_bitwidth == 16
     wide: tl.constexpr = dtype == tl.float64
     row, outer = _place(inner, outer_shape, ROWS)
-    column = _columns(BLOCK, GROUP, V)
+    column = columns(BLOCK, GROUP, V)
     mask = _mask(row, column, inner, n)
     dy_ptr += _outer_offset(outer, outer_shape, dy_outer)
     y_ptr += _outer_offset(outer, outer_shape, y_outer)
@@ -280,7 +276,7 @@ def backward_tile(
     most, least = rows.row_extremes(most, least)
     key, special = rows.largest_terms(most, least)
     exponent, scale, magic, low_scale = sums.term_scale(key)
-    high, low = sums.split_term_bits(p, _broad(scale), _broad(magic), _broad(low_scale))
+    high, low = sums.split_term_bits(p, broad(scale), broad(magic), broad(low_scale))
     high, low = rows.limb_sums(high, low, magic[None, :], 1)
     if wide:
         hi, lo = rows.wide_sum(high, low, dtype)
@@ -288,7 +284,7 @@ def backward_tile(
         lo = rows.narrow_sum(high, low)
         hi = lo
     s = rows.order_free_sum(hi, lo, exponent, special, key, wide, dtype)
-    dx = rows.backward_output(dy, y, _broad(s), KIND, short)
+    dx = rows.backward_output(dy, y, broad(s), KIND, short)
     out_ptr += _outer_offset(outer, outer_shape, out_outer)
     _store(_pointers(out_ptr, row, column, out_inner, out_axis, INNER, VEC), dx, mask, MASKED, NATIVE)
 
@@ -328,7 +324,7 @@ def backward_loop(
     dy_ptr += _outer_offset(outer, outer_shape, dy_outer)
     y_ptr += _outer_offset(outer, outer_shape, y_outer)
     out_ptr += _outer_offset(outer, outer_shape, out_outer)
-    column = _columns(BLOCK, GROUP, V)
+    column = columns(BLOCK, GROUP, V)
 
     most = tl.zeros((BLOCK // GROUP, ROWS, GROUP // V, V), work)
     least = tl.zeros((BLOCK // GROUP, ROWS, GROUP // V, V), work)
@@ -351,7 +347,7 @@ def backward_loop(
         dy = _load(_pointers(dy_ptr, row, column + start, dy_inner, dy_axis, INNER, VEC), mask, 0.0, True, NATIVE)
         y = _load(_pointers(y_ptr, row, column + start, y_inner, y_axis, INNER, VEC), mask, 0.0, True, NATIVE)
         p = rows.backward_terms(dy, y, KIND)
-        high, low = sums.split_term_bits(p, _broad(scale), _broad(magic), _broad(low_scale))
+        high, low = sums.split_term_bits(p, broad(scale), broad(magic), broad(low_scale))
         high, low = rows.limb_sums(high, low, magic[None, :], 1)
         high_sum += high
         low_sum += low
@@ -362,7 +358,7 @@ def backward_loop(
         mask = _mask(row, column + start, inner, n)
         dy = _load(_pointers(dy_ptr, row, column + start, dy_inner, dy_axis, INNER, VEC), mask, 0.0, True, NATIVE)
         y = _load(_pointers(y_ptr, row, column + start, y_inner, y_axis, INNER, VEC), mask, 0.0, True, NATIVE)
-        dx = rows.backward_output(dy, y, _broad(s), KIND, short)
+        dx = rows.backward_output(dy, y, broad(s), KIND, short)
         _store(_pointers(out_ptr, row, column + start, out_inner, out_axis, INNER, VEC), dx, mask, True, NATIVE)
 
 
@@ -371,27 +367,94 @@ KERNELS = {
     ("forward", "loop"): forward_loop,
     ("forward", "cluster"): forward_cluster,
     ("forward", "staged"): forward_staged,
-    ("forward", "piped"): forward_piped,
-    ("forward", "strip"): forward_strip,
+    ("forward", "piped"): gluon_pipes.forward_piped,
+    ("forward", "strip"): gluon_strips.forward_strip,
     ("backward", "tile"): backward_tile,
     ("backward", "loop"): backward_loop,
     ("backward", "cluster"): backward_cluster,
     ("backward", "staged"): backward_staged,
-    ("backward", "strip"): backward_strip,
+    ("backward", "strip"): gluon_strips.backward_strip,
 }
+_LAYOUTS = {"cluster": gluon_rows, "staged": gluon_rows, "piped": gluon_pipes, "strip": gluon_strips}
 
 
-def softmax(x: torch.Tensor, out: torch.Tensor, axis: int) -> None:
-    launch(KERNELS, "softmax", (x, out), axis)
+# --- launches --------------------------------------------------------------------------------------------------------
+@kept
+def _launcher(
+    op: str,
+    axis: int,
+    shape: tuple[int, ...],
+    strides: tuple[tuple[int, ...], ...],
+    dtype: torch.dtype,
+    places: tuple[int, ...],
+    arch: int,
+    config: Configuration | None,
+) -> Launcher:
+    """The kernel for a problem; `places` are addresses modulo 16."""
+    n, problem, itemsize = shape[axis], rows_of(shape, strides, axis), dtype.itemsize
+    contiguous = n == 1 or all(s == 1 for s in problem.axis_strides) or 1 not in problem.inner_strides
+    # Elements, at most 16 bytes' worth, to which every row and every address is aligned.
+    length, steps = (n, problem.inner_strides) if contiguous else (problem.inner, problem.axis_strides)
+    common = math.gcd(16 // itemsize, length, *steps, *(s for t in problem.outer_strides for s in t))
+    vec = math.gcd(common * itemsize, 16, *places) // itemsize or 1
+    if config is None:
+        if contiguous:
+            whole = not problem.outer_shape and all(s == 1 for s in problem.axis_strides)
+            aligned = whole and vec * itemsize == 16
+        else:
+            aligned = vec * itemsize >= 4 and all(s == 1 for s in problem.inner_strides)
+        config = configuration(n, itemsize, op, arch, contiguous, problem.inner, aligned)
+    variant, kernel = config.variant, KERNELS["forward" if op in FORWARD else "backward", config.variant]
+    covered = config.block * config.ctas
+    if variant == "strip":
+        covered = config.ctas * config.warps * 32 * config.vector // config.rows * config.group
+    values: dict[str, Any] = {
+        "n": n, "n_rows": problem.inner, "inner": problem.inner, "outer_shape": problem.outer_shape,
+        "KIND": int(op.startswith("log")), "BLOCK": config.block, "ROWS": config.rows, "CTAS": config.ctas,
+        "GROUP": config.group, "V": config.vector, "RV": config.vector, "LANES": config.rows // config.vector,
+        "INNER": contiguous, "VEC": vec, "NATIVE": config.native,
+        "MASKED": covered != n or problem.inner % config.rows != 0,
+        "LONG": n > (SHORT_ROW if itemsize == 2 else INT32_ROW),
+    }  # fmt: skip
+    if variant in _LAYOUTS:
+        values |= {"layout": _LAYOUTS[variant].layout_of(config), "shared": gluon_rows.shared_layout_of(config)}
+        values["CHUNKS"] = gluon_pipes.chunks_of(config)
+    for i, name in enumerate(kernel.arg_names[: len(strides)]):
+        name, inner = name.removesuffix("_ptr"), problem.inner_strides[i]
+        values |= {f"{name}_axis": problem.axis_strides[i], f"{name}_inner": inner, f"{name}_row": inner}
+        values[f"{name}_outer"] = problem.outer_strides[i]
+    tail = tuple([values[name] for name in kernel.arg_names[len(strides) :]])
+    programs = problem.outer * -(-problem.inner // config.rows)
+    free = ("inner",) if contiguous and variant in ("tile", "loop") else ()
+    options = {"registers": config.registers or None, "ctas": config.ctas, "stays": variant in ("staged", "piped")}
+    return Launcher(kernel, Specification(tail, programs, config.warps, free=free, **options))
 
 
-def log_softmax(x: torch.Tensor, out: torch.Tensor, axis: int) -> None:
-    launch(KERNELS, "log_softmax", (x, out), axis)
+def launch(op: str, tensors: Sequence[torch.Tensor], axis: int, size: Tile | Configuration | None = None) -> None:
+    """Run `op` over an axis of tensors of one shape and type, the last of which is the output.
+
+    The launch goes to the current stream of the tensors' device, which need not be the current device. size: by default
+    what the rule says.
+    """
+    out = tensors[-1]
+    if out.numel() == 0:
+        return
+    if isinstance(size, Tile):
+        variant = "tile" if out.shape[axis] <= size.block else "loop"
+        size = Configuration(variant, size.block, size.rows, size.warps, size.group, size.vector)
+    strides, places = tuple([t.stride() for t in tensors]), tuple([t.data_ptr() & 15 for t in tensors])
+    _launcher(op, axis, tuple(out.shape), strides, out.dtype, places, architecture(out), size)(*tensors)
 
 
-def softmax_backward(dy: torch.Tensor, y: torch.Tensor, out: torch.Tensor, axis: int) -> None:
-    launch(KERNELS, "softmax_backward", (dy, y, out), axis)
+@launcher("softmax")
+@launcher("log_softmax")
+def forward(problem: Any, x: torch.Tensor, y: torch.Tensor, size: Any = None) -> None:
+    """Compute y, which may be x."""
+    launch(problem.operation, (x, y), problem.axis, size)
 
 
-def log_softmax_backward(dy: torch.Tensor, y: torch.Tensor, out: torch.Tensor, axis: int) -> None:
-    launch(KERNELS, "log_softmax_backward", (dy, y, out), axis)
+@launcher("softmax_backward")
+@launcher("log_softmax_backward")
+def backward(problem: Any, dy: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, size: Any = None) -> None:
+    """Compute dx, which may be dy or y."""
+    launch(problem.operation, (dy, y, dx), problem.axis, size)

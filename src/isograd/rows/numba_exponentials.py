@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Steps of the softmax family's CPU kernels, where the widths differ.
+"""Exponentials of rows on the CPU, their integer terms, and what follows from the sums, where the widths differ.
 
 float16 and bfloat16 take the shorter exponential and a plain reciprocal; float32 and float64 carry the rounding error
 of each exponential and of the reciprocal along. `like` is a value of the storage type, for overload resolution alone.

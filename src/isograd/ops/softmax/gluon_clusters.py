@@ -4,8 +4,8 @@
 """Softmax kernels for long contiguous rows on NVIDIA GPUs, in Gluon: a row is read once, by a cluster of blocks.
 
 Each block holds BLOCK columns of the row in registers. What the blocks exchange, extreme keys and integer sums
-(`gluon_exchange.py`), needs no order. Several clusters share the processors, so that the arithmetic of one row hides
-behind the memory accesses of others.
+(`rows/gluon_exchange.py`), needs no order. Several clusters share the processors, so that the arithmetic of one row
+hides behind the memory accesses of others.
 """
 
 from triton.experimental import gluon
@@ -14,47 +14,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
-from isograd.softmax import gluon_exchange as exchange
-from isograd.softmax import triton_rows as rows
-from isograd.softmax.triton_launch import Configuration
+from isograd.rows import gluon_exchange as exchange
+from isograd.rows import triton_rows as rows
+from isograd.rows.gluon_rows import broad, columns, fetch, put, threads
 
 SOFTMAX = rows.SOFTMAX
-# The name since Triton 3.9, and the one before.
-_async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-
-
-@gluon.jit
-def _broad(v):
-    return v[:, :, None, None]
-
-
-@gluon.jit
-def columns(
-    CTAS: gl.constexpr,
-    STEP: gl.constexpr,
-    BLOCK: gl.constexpr,
-    GROUP: gl.constexpr,
-    V: gl.constexpr,
-    layout: gl.constexpr,
-):
-    """Columns that a cluster holds, as [BLOCK // GROUP, CTAS, GROUP // V, V], in two parts; a block begins every STEP.
-
-    The first says where a thread begins, the second, the same for every thread, ends up in the instructions.
-    """
-    cube: gl.constexpr = gl.SliceLayout(3, layout)
-    q = gl.arange(0, BLOCK // GROUP, layout=gl.SliceLayout(1, gl.SliceLayout(2, cube)))[:, None, None, None]
-    c = gl.arange(0, CTAS, layout=gl.SliceLayout(0, gl.SliceLayout(2, cube)))[None, :, None, None]
-    p = gl.arange(0, GROUP // V, layout=gl.SliceLayout(0, gl.SliceLayout(1, cube)))[None, None, :, None]
-    line: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    return c * STEP + q * V, p * (BLOCK // GROUP * V) + gl.arange(0, V, layout=line)[None, None, None, :]
-
-
-@gluon.jit
-def threads(CTAS: gl.constexpr, BLOCK: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr):
-    """An int32 a thread."""
-    line: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, layout))
-    c = gl.arange(0, CTAS, layout=gl.SliceLayout(0, line))[None, :]
-    return gl.arange(0, BLOCK // GROUP, layout=gl.SliceLayout(1, line))[:, None] + c
 
 
 @gluon.jit
@@ -64,16 +28,6 @@ def _get(ptr, stride, begin, offset, n, other: gl.constexpr, MASKED: gl.constexp
         return gl.load(pointers, mask=begin + offset < n, other=other)
     else:
         return gl.load(pointers)
-
-
-@gluon.jit
-def put(ptr, row, stride, begin, offset, n, value, MASKED: gl.constexpr):
-    """Store what the cluster holds of a row."""
-    pointers = (ptr + row.to(gl.int64) * stride + begin) + offset
-    if MASKED:
-        gl.store(pointers, value, mask=begin + offset < n)
-    else:
-        gl.store(pointers, value)
 
 
 @gluon.jit
@@ -90,14 +44,14 @@ def _backward_row(dy, y, zero, parity, KIND: gl.constexpr, CTAS: gl.constexpr):
     most, least = exchange.extremes(ops.max_key(most), ops.max_key(least), parity, CTAS)
     key, special = rows.largest_terms(most, least)
     exponent, scale, magic, low_scale = sums.term_scale(key)
-    token = _broad(zero & most)
+    token = broad(zero & most)
     p = rows.backward_terms(ops.widen_later(dy, token), ops.widen_later(y, token), KIND)
-    high, low = sums.split_term_bits(p, _broad(scale), _broad(magic), _broad(low_scale))
+    high, low = sums.split_term_bits(p, broad(scale), broad(magic), broad(low_scale))
     high, low = rows.limb_sums(high, low, magic, 1)
     total = exchange.total((high << 23) + low, parity, False, CTAS)
     s = rows.order_free_sum(total, total, exponent, special, key, False, gl.float32)
-    token = _broad(zero & ops.as_int(s))
-    dx = rows.backward_output(ops.widen_later(dy, token), ops.widen_later(y, token), _broad(s), KIND, short)
+    token = broad(zero & ops.as_int(s))
+    dx = rows.backward_output(ops.widen_later(dy, token), ops.widen_later(y, token), broad(s), KIND, short)
     return ops.narrow(dx, dtype, True)
 
 
@@ -136,9 +90,9 @@ def _forward_row(x, parity, KIND: gl.constexpr, CTAS: gl.constexpr, layout: gl.c
     m = ops.from_key(exchange.maximum(ops.max_key(most), parity, CTAS))
     valid = ops.is_finite(m)
     base, floor, bias = rows.row_shift(m, short)
-    flag = _broad(rows.largest_flag(most, m, valid, short))
-    found = rows.find_largest(x, _broad(m), flag, _broad(valid), short, True)
-    e, error = rows.exponential(x, _broad(base), _broad(floor), _broad(bias), short)
+    flag = broad(rows.largest_flag(most, m, valid, short))
+    found = rows.find_largest(x, broad(m), flag, broad(valid), short, True)
+    e, error = rows.exponential(x, broad(base), broad(floor), broad(bias), short)
     high, low = rows.exponential_terms(e, error, short, False, True)
     high, low = rows.exponential_sums(high, low, short, False)
     if short:
@@ -149,7 +103,7 @@ def _forward_row(x, parity, KIND: gl.constexpr, CTAS: gl.constexpr, layout: gl.c
     if KIND == SOFTMAX:
         r, r_low = rows.softmax_factors(total, total, valid, short, False, False, gl.float32)
         largest = rows.largest_output(m, base, floor, bias, r, r_low, valid, short)
-        y = rows.softmax_output(e, found, _broad(r), _broad(r_low), _broad(largest), short, True)
+        y = rows.softmax_output(e, found, broad(r), broad(r_low), broad(largest), short, True)
         if short:
             y = ops.narrow(y, dtype, True)
         return y
@@ -157,7 +111,7 @@ def _forward_row(x, parity, KIND: gl.constexpr, CTAS: gl.constexpr, layout: gl.c
         top, middle, bottom = rows.log_sum(
             total, total, m, base, floor, bias, valid, short, False, False, gl.float32, True
         )
-        y = rows.log_softmax_output(x, _broad(top), _broad(middle), _broad(bottom), short)
+        y = rows.log_softmax_output(x, broad(top), broad(middle), broad(bottom), short)
         return ops.narrow(y, dtype, True)
 
 
@@ -183,16 +137,6 @@ def forward_cluster(
     exchange.setup(threads(CTAS, BLOCK, GROUP, layout), CTAS)
     y = _forward_row(ops.widen(x, True), 0, KIND, CTAS, layout, x_ptr.dtype.element_ty)
     put(out_ptr, gl.program_id(0), out_row, begin, offset, n, y, MASKED)
-
-
-@gluon.jit
-def fetch(stage, ptr, row, n_rows, stride, begin, offset, n, MASKED: gl.constexpr):
-    """Start the copy of a row into shared memory; past the last row nothing is read."""
-    pointers = (ptr + row.to(gl.int64) * stride + begin) + offset
-    if MASKED:
-        _async_load(stage, pointers, (begin + offset < n) & (row < n_rows))
-    else:
-        _async_load(stage, pointers, row < n_rows)
 
 
 @gluon.jit
@@ -276,16 +220,3 @@ def backward_staged(
         put(out_ptr, row, out_row, begin, offset, n, dx, MASKED)
         row = following
         parity ^= 1
-
-
-def layout_of(config: Configuration) -> gl.BlockedLayout:
-    """A thread holds groups of neighbours, 16 bytes each; the blocks of a cluster split the second axis."""
-    bases = [[0, 1 << i, 0, 0] for i in range(config.ctas.bit_length() - 1)]
-    size = [1, 1, config.group // config.vector, config.vector]
-    return gl.BlockedLayout(size, [32, 1, 1, 1], [config.warps, 1, 1, 1], [3, 0, 2, 1], bases)
-
-
-def shared_layout_of(config: Configuration) -> gl.SwizzledSharedLayout:
-    """A row as it lies in memory, in the parts of the blocks."""
-    bases = [[0, 1 << i, 0, 0] for i in range(config.ctas.bit_length() - 1)]
-    return gl.SwizzledSharedLayout(1, 1, 1, [3, 0, 2, 1], bases)

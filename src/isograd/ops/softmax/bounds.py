@@ -1,21 +1,19 @@
-"""The error bounds that plans of the softmax family promise, as formulas that can be evaluated.
+"""The error bounds of the softmax family.
 
 Notation: u is half an ulp of 1 in the work type (2**-24, or 2**-53 for float64), q the quantum of a sum, n the length
 of the axis, η half of the smallest subnormal of the work type. Where a result or an intermediate term overflows, the
 bound is infinite.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from isograd.numerics import constants as c
-from isograd.numerics.bounds import LARGEST, limits, ulp
-from isograd.plan import ErrorBound
-from isograd.softmax import reference as ref
+from isograd.numerics.bounds import LARGEST, limits, sum_error, ulp
+from isograd.numerics.storage import compute_dtype
+from isograd.ops.softmax import reference as ref
 
 Floats = NDArray[Any]
 
@@ -32,7 +30,8 @@ def _exponential_error(n: int, dtype: str) -> float:
 _SHORT_RELATIVE = 2.0**-15
 
 
-def _softmax(dtype: str, x: Floats, axis: int = -1) -> Floats:
+def softmax(dtype: str, x: Floats, axis: int = -1) -> Floats:
+    """Of softmax."""
     y = ref.oracle_softmax(x, axis)
     quanta = _exponential_error(x.shape[axis], dtype) * y
     if dtype in ("float16", "bfloat16"):
@@ -40,7 +39,8 @@ def _softmax(dtype: str, x: Floats, axis: int = -1) -> Floats:
     return 2 * ulp(y, dtype) + quanta
 
 
-def _log_softmax(dtype: str, x: Floats, axis: int = -1) -> Floats:
+def log_softmax(dtype: str, x: Floats, axis: int = -1) -> Floats:
+    """Of log_softmax."""
     y = ref.oracle_log_softmax(x, axis)
     quanta = _exponential_error(x.shape[axis], dtype)
     if dtype in ("float16", "bfloat16"):
@@ -51,16 +51,12 @@ def _log_softmax(dtype: str, x: Floats, axis: int = -1) -> Floats:
 
 
 def _sum_bound(terms: Floats, dtype: str, axis: int) -> Floats:
-    """Count · q / 2, q from the largest term."""
-    _, bits, _, largest = limits(dtype)
-    top = np.max(np.abs(terms), axis=axis, keepdims=True, initial=0)
-    _, exponent = np.frexp(top)
-    least = -1022 if dtype == "float64" else -126
-    q = np.ldexp(np.ones_like(top), np.maximum(exponent - 1, least) - bits)
-    return np.where(top > largest, np.inf, terms.shape[axis] * q / 2)
+    """Of the sum of every row."""
+    return np.expand_dims(sum_error(terms, compute_dtype(dtype), axis), axis)
 
 
-def _softmax_backward(dtype: str, dy: Floats, y: Floats, axis: int = -1) -> Floats:
+def softmax_backward(dtype: str, dy: Floats, y: Floats, axis: int = -1) -> Floats:
+    """Of the gradient of softmax."""
     u, _, eta, largest = limits(dtype)
     with np.errstate(all="ignore"):
         a, b = np.abs(y.astype(np.longdouble)), np.abs(dy.astype(np.longdouble))
@@ -71,7 +67,8 @@ def _softmax_backward(dtype: str, dy: Floats, y: Floats, axis: int = -1) -> Floa
         return np.where((b + total > largest) | (np.abs(dx) > LARGEST[dtype]), np.inf, bound)
 
 
-def _log_softmax_backward(dtype: str, dy: Floats, y: Floats, axis: int = -1) -> Floats:
+def log_softmax_backward(dtype: str, dy: Floats, y: Floats, axis: int = -1) -> Floats:
+    """Of the gradient of log_softmax."""
     u, _, eta, largest = limits(dtype)
     with np.errstate(all="ignore"):
         e, b = np.exp(y.astype(np.longdouble)), np.abs(dy.astype(np.longdouble))
@@ -85,29 +82,3 @@ def _log_softmax_backward(dtype: str, dy: Floats, y: Floats, axis: int = -1) -> 
             bound = bound + 2 * eta * total
         large = (e > largest) | (e * total > largest) | (total > largest)
         return np.where(large | (np.abs(dx) > LARGEST[dtype]), np.inf, bound)
-
-
-_EVALUATE: dict[str, Callable[..., Floats]] = {
-    "softmax": _softmax,
-    "log_softmax": _log_softmax,
-    "softmax_backward": _softmax_backward,
-    "log_softmax_backward": _log_softmax_backward,
-}
-_FORMULAS = {
-    "softmax": "2 ulp(y) + n·q·y",
-    "log_softmax": "2 ulp(y) + n·q",
-    "softmax_backward": "4u·|y|·(|dy| + Σ|y·dy|) + |y|·n·(q/2 + η) + ulp(dx)/2",
-    "log_softmax_backward": "4u·(|dy| + e^y·Σ|dy|) + e^y·n·q/2 + 2η·Σ|dy| + ulp(dx)/2",
-}
-_SHORT_FORMULAS = {
-    "softmax": "ulp(y)/2 + (2^-15 + n·q/2)·y",
-    "log_softmax": "ulp(y)/2 + 2^-15·|y| + n·q/2",
-    "log_softmax_backward": "4u·(|dy| + e^y·Σ|dy|) + (2^-15·e^y + 2^-126)·Σ|dy| + e^y·n·q/2 + ulp(dx)/2",
-}
-
-
-def error_bound(operation: str, dtype: str) -> ErrorBound:
-    """The bound of an operation; call it with the operation's inputs and `axis`."""
-    short = dtype in ("float16", "bfloat16")
-    formula = _SHORT_FORMULAS.get(operation, _FORMULAS[operation]) if short else _FORMULAS[operation]
-    return ErrorBound(formula, functools.partial(_EVALUATE[operation], dtype))

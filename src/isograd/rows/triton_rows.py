@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 # ruff: noqa: N803, RET505, SIM108
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
-"""Pieces of the softmax kernels in Triton: sums of one tile, and what follows from the sums of a row.
+"""Rows of logits in Triton: exponentials and sums of one tile, and what follows from the sums of a row.
 
 A tile has the shape [q, rows, p, v]. The reduced axis is split in three: v is one memory access, p the accesses of a
 thread, q the threads. This order is the one in which Triton hands out axes to lanes and warps, so that p stays in

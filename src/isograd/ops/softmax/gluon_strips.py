@@ -13,16 +13,12 @@ from triton.experimental.gluon import language as gl
 
 from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
-from isograd.softmax import gluon_exchange as exchange
-from isograd.softmax import triton_rows as rows
-from isograd.softmax.triton_launch import Configuration
+from isograd.rows import gluon_exchange as exchange
+from isograd.rows import triton_rows as rows
+from isograd.rows.gluon_rows import broad
+from isograd.rows.triton_configuration import Configuration
 
 SOFTMAX = rows.SOFTMAX
-
-
-@gluon.jit
-def _broad(v):
-    return v[:, :, None, None]
 
 
 @gluon.jit
@@ -126,9 +122,9 @@ def forward_strip(
     m = ops.from_key(key)
     valid = ops.is_finite(m)
     base, floor, bias = rows.row_shift(m, short)
-    flag = _broad(rows.largest_flag(most, m, valid, short))
-    found = rows.find_largest(x, _broad(m), flag, _broad(valid), short, True)
-    e, error = rows.exponential(x, _broad(base), _broad(floor), _broad(bias), short)
+    flag = broad(rows.largest_flag(most, m, valid, short))
+    found = rows.find_largest(x, broad(m), flag, broad(valid), short, True)
+    e, error = rows.exponential(x, broad(base), broad(floor), broad(bias), short)
     high, low = rows.exponential_terms(e, error, short, False, True)
     high, low = rows.exponential_sums(high, low, short, False)
     if short:
@@ -139,12 +135,12 @@ def forward_strip(
     if KIND == SOFTMAX:
         r, r_low = rows.softmax_factors(total, total, valid, short, False, False, gl.float32)
         largest = rows.largest_output(m, base, floor, bias, r, r_low, valid, short)
-        y = rows.softmax_output(e, found, _broad(r), _broad(r_low), _broad(largest), short, True)
+        y = rows.softmax_output(e, found, broad(r), broad(r_low), broad(largest), short, True)
     else:
         top, middle, bottom = rows.log_sum(
             total, total, m, base, floor, bias, valid, short, False, False, gl.float32, True
         )
-        y = rows.log_softmax_output(x, _broad(top), _broad(middle), _broad(bottom), short)
+        y = rows.log_softmax_output(x, broad(top), broad(middle), broad(bottom), short)
     pointers = _pointers(out_ptr, outer, outer_shape, out_outer, row, q, p, out_axis, VEC)
     _put(pointers, ops.narrow(y, dtype, True), mask, MASKED)
 
@@ -190,14 +186,14 @@ def backward_strip(
     most, least = exchange.strip_extremes(ops.max_key(most), ops.max_key(least), LANES, RV, CTAS)
     key, special = rows.largest_terms(most, least)
     exponent, scale, magic, low_scale = sums.term_scale(key)
-    token = _broad(zero & most)
+    token = broad(zero & most)
     terms = rows.backward_terms(ops.widen_later(dy, token), ops.widen_later(y, token), KIND)
-    high, low = sums.split_term_bits(terms, _broad(scale), _broad(magic), _broad(low_scale))
+    high, low = sums.split_term_bits(terms, broad(scale), broad(magic), broad(low_scale))
     high, low = rows.limb_sums(high, low, magic, 1)
     total = exchange.strip_total((high << 23) + low, LANES, RV, CTAS)
     s = rows.order_free_sum(total, total, exponent, special, key, False, gl.float32)
-    token = _broad(zero & ops.as_int(s))
-    dx = rows.backward_output(ops.widen_later(dy, token), ops.widen_later(y, token), _broad(s), KIND, short)
+    token = broad(zero & ops.as_int(s))
+    dx = rows.backward_output(ops.widen_later(dy, token), ops.widen_later(y, token), broad(s), KIND, short)
     pointers = _pointers(out_ptr, outer, outer_shape, out_outer, row, q, p, out_axis, VEC)
     _put(pointers, ops.narrow(dx, dtype, True), mask, MASKED)
 

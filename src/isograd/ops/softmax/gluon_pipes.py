@@ -13,20 +13,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from isograd.numerics import triton_ops as ops
-from isograd.softmax import gluon_exchange as exchange
-from isograd.softmax import triton_rows as rows
-from isograd.softmax.gluon_kernels import columns, threads
-from isograd.softmax.triton_launch import Configuration
+from isograd.rows import gluon_exchange as exchange
+from isograd.rows import triton_rows as rows
+from isograd.rows.gluon_rows import broad, columns, threads
+from isograd.rows.triton_configuration import Configuration
 
 SOFTMAX = rows.SOFTMAX
 _SLOTS = gl.constexpr(3)  # rows in shared memory: one worked on, one that has arrived, one on its way
 # The name since Triton 3.9, and the one before.
 _async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-
-
-@gluon.jit
-def _broad(v):
-    return v[:, :, None, None]
 
 
 @gluon.jit
@@ -147,7 +142,7 @@ def forward_piped(
         m = ops.from_key(key)
         valid = ops.is_finite(m)
         base, floor, bias = rows.row_shift(m, short)
-        flag = _broad(rows.largest_flag(most, m, valid, short))
+        flag = broad(rows.largest_flag(most, m, valid, short))
         kept = ()
         marks = ()
         value = key.to(gl.int64) * 0
@@ -155,8 +150,8 @@ def forward_piped(
             x = _chunk(stage, slot, begin, offset, n, k, CHUNKS, STEP, MASKED, layout)
             x = ops.widen(x, True)
             if KIND == SOFTMAX:
-                marks = marks + (rows.find_largest(x, _broad(m), flag, _broad(valid), short, True),)
-            e, error = rows.exponential(x, _broad(base), _broad(floor), _broad(bias), short)
+                marks = marks + (rows.find_largest(x, broad(m), flag, broad(valid), short, True),)
+            e, error = rows.exponential(x, broad(base), broad(floor), broad(bias), short)
             high, low = rows.exponential_terms(e, error, short, False, True)
             high, low = rows.exponential_sums(high, low, short, False)
             if short:
@@ -179,12 +174,12 @@ def forward_piped(
             )
         for k in gl.static_range(CHUNKS):
             if KIND == SOFTMAX:
-                y = rows.softmax_output(kept[k], marks[k], _broad(r), _broad(r_low), _broad(largest), short, True)
+                y = rows.softmax_output(kept[k], marks[k], broad(r), broad(r_low), broad(largest), short, True)
                 if short:
                     y = ops.narrow(y, dtype, True)
             else:
                 x = _chunk(stage, slot, begin, offset, n, k, CHUNKS, STEP, MASKED, layout)
-                y = rows.log_softmax_output(ops.widen(x, True), _broad(top), _broad(middle), _broad(bottom), short)
+                y = rows.log_softmax_output(ops.widen(x, True), broad(top), broad(middle), broad(bottom), short)
                 y = ops.narrow(y, dtype, True)
             if MASKED:
                 gl.store(start + (offset + k * STEP), y, mask=begin + (offset + k * STEP) < n)
@@ -205,9 +200,3 @@ def layout_of(config: Configuration) -> gl.BlockedLayout:
     bases = [[0, 1 << i, 0, 0] for i in range(config.ctas.bit_length() - 1)]
     size = [1, 1, config.group // chunks_of(config) // config.vector, config.vector]
     return gl.BlockedLayout(size, [32, 1, 1, 1], [config.warps, 1, 1, 1], [3, 0, 2, 1], bases)
-
-
-def shared_layout_of(config: Configuration) -> gl.SwizzledSharedLayout:
-    """A chunk as it lies in memory, in the parts of the blocks."""
-    bases = [[0, 1 << i, 0, 0] for i in range(config.ctas.bit_length() - 1)]
-    return gl.SwizzledSharedLayout(1, 1, 1, [3, 0, 2, 1], bases)
