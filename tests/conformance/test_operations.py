@@ -123,6 +123,37 @@ def test_descriptors_are_values(name):
             op.plan_type.select(dataclasses.replace(made, **{key: 1}))
 
 
+@pytest.mark.parametrize("name", [name for name, op in OPERATIONS.items() if len(op.outputs) == 1])
+def test_the_function_writes_where_it_is_told(name):
+    op = OPERATIONS[name]
+    settings, (output,) = settings_of(op, 0), op.outputs
+    for dtype in ("float32", "bfloat16"):
+        made = inputs(op, np.random.default_rng(3), "normal", (5, 4), dtype, settings, ())
+        (right,) = expected(op, made, settings, ())
+        arguments = tuple([made.get(key) for key in op.inputs]), tuple(settings.values()), ()
+        out = np.empty((10, 4), right.dtype)[::2]
+        assert call.function(op)(*arguments, out) is out
+        assert raw(out) == raw(right)
+        with pytest.raises(ig.IsogradError, match=f"^{name}: out has shape"):
+            call.function(op)(*arguments, np.empty((4, 4), right.dtype))
+        for key in op.outputs[output].over:
+            if made[key].shape == out.shape:
+                before = made[key].copy()
+                assert call.function(op)(*arguments, made[key]) is made[key]
+                assert raw(made[key]) == raw(right)
+                made[key][...] = before
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_results_are_laid_out_as_the_problem(name):
+    op, settings = OPERATIONS[name], settings_of(OPERATIONS[name], 0)
+    made = inputs(op, np.random.default_rng(4), "normal", (5, 4, 3), "float32", settings, ())
+    made[op.problem] = np.asfortranarray(made[op.problem])
+    results = ran(call.function(op), op, made, settings, ())
+    for key, result in zip([key for key, a in op.outputs.items() if not a.optional], results, strict=True):
+        assert key not in op.alike or result.strides == made[op.problem].strides
+
+
 # --- what a folder holds ---------------------------------------------------------------------------------------------
 def test_every_operation_has_what_it_needs():
     assert set(ROOTS) <= set(OPERATIONS)

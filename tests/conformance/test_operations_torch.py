@@ -9,6 +9,7 @@ from torch._dynamo.backends.registry import lookup_backend  # noqa: E402
 
 import isograd as ig  # noqa: E402
 import isograd.torch  # noqa: E402
+from isograd.core import call  # noqa: E402
 from isograd.core.operands import Like  # noqa: E402
 from isograd.ops import OPERATIONS  # noqa: E402
 from isograd.torch import sharding  # noqa: E402
@@ -49,6 +50,58 @@ def test_bits_of_the_reference(name):
         made, settings, given = problem(name, i, shape)
         found = asked(name, operator(name)(*arguments(name, made, settings, given)), given)
         assert [raw(r.numpy()) for r in found] == list(map(raw, expected(OPERATIONS[name], made, settings, given)))
+
+
+def of_arrays(name, made, settings, tensors, out=None):
+    """The call of the function of arrays on tensors."""
+    return call.function(OPERATIONS[name])(tuple(tensors), tuple(settings.values()), (), out)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_the_function_of_arrays_records_gradients_of_tensors(name):
+    op = OPERATIONS[name]
+    made, settings, _ = problem(name, 1)
+    args = arguments(name, made, settings, [])
+    leaves = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args[: len(op.inputs)]]
+    results = several(of_arrays(name, made, settings, leaves))
+    assert [raw(r.detach().numpy()) for r in results] == list(map(raw, expected(op, made, settings, [])))
+    results[0].sum().backward()
+    again = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args[: len(op.inputs)]]
+    several(operator(name)(*again, *args[len(op.inputs) :]))[0].sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(leaves, again, strict=True) if a is not None)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_recording_of_tensors_runs_again_on_new_contents(name):
+    op = OPERATIONS[name]
+    made, settings, _ = problem(name, 1)
+    first = arguments(name, made, settings, [])[: len(op.inputs)]
+    second = arguments(name, *problem(name, 3))[: len(op.inputs)]
+    with ig.Encoder() as encoder:
+        found = several(of_arrays(name, made, settings, first))
+    for arrays in (first, second):
+        for into, values in zip(first, arrays, strict=True):
+            if into is not None:
+                into.copy_(values)
+        encoder.replay()
+        right = several(of_arrays(name, made, settings, [None if a is None else a.clone() for a in first]))
+        assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name, op in OPERATIONS.items() if len(op.outputs) == 1])
+def test_the_function_of_arrays_writes_into_tensors(name):
+    op = OPERATIONS[name]
+    for shape in ((4, 3), ()):
+        made, settings, _ = problem(name, 1, shape or (1,))
+        tensors = [None if a is None else a.view(shape) for a in arguments(name, made, settings, [])[: len(op.inputs)]]
+        (right,) = expected(op, made, settings, [])
+        out = torch.empty(shape)
+        assert of_arrays(name, made, settings, tensors, out) is out
+        assert raw(out.view(right.shape).numpy()) == raw(right)
+        with pytest.raises(ig.UnsupportedError, match=f"^{name}: .* requires a gradient"):
+            of_arrays(name, made, settings, [None if t is None else t.clone().requires_grad_() for t in tensors], out)
+        with pytest.raises(ig.IsogradError, match=f"^{name}: out has shape"):
+            of_arrays(name, made, settings, tensors, torch.empty(2, 7))
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

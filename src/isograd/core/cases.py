@@ -178,9 +178,12 @@ class _Rows:
         yield self._moved(case, _kept, shuffled)
 
     def batch(self, case: Case) -> Iterator[Change]:
-        """The first and the last rows alone, where no result is a sum over rows."""
+        """The first row, the first rows and the last ones alone, where no result is a sum over rows."""
         if self._op.sums_rows(case.options):
             return
+
+        def one(array: Array, axis: int) -> Array:
+            return np.take(array, range(min(array.shape[axis], 1)), axis)
 
         def first(array: Array, axis: int) -> Array:
             return np.take(array, range(array.shape[axis] // 2), axis)
@@ -193,7 +196,7 @@ class _Rows:
             return  # what would be cut is not a part that follows another
         counts = [key for key, a in self._op.attributes.items() if isinstance(a, Word) and a.counts]
         skipped = (like.shape[0] // 2) * (like.size // max(like.shape[0], 1))
-        for part, before in ((first, 0), (last, skipped)):
+        for part, before in ((one, 0), (first, 0), (last, skipped)):
             change = self._moved(case, _kept, part)
             options = {key: case.options.get(key, 0) + before for key in counts}
             yield change._replace(case=replace(change.case, options={**case.options, **options}))
