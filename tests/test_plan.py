@@ -21,27 +21,6 @@ each_case = pytest.mark.parametrize(("plan_type", "descriptor_type", "operation"
 
 
 @each_case
-def test_descriptors_are_values(plan_type, descriptor_type, operation):
-    one = descriptor_type(shape=(4, 8), dtype="float32", axis=-1)
-    same = descriptor_type((4, 8), "float32")
-    assert one == same
-    assert hash(one) == hash(same)
-    assert len({one, same}) == 1
-    others = [
-        descriptor_type((8, 4), "float32"),
-        descriptor_type((4, 8), "float64"),
-        descriptor_type((4, 8), "float32", 0),
-    ]
-    assert len({one, *others}) == 4
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        one.axis = 0
-    with pytest.raises((AttributeError, TypeError)):
-        one.extra = 0
-    assert one.operation == operation
-    assert ig.SoftmaxDescriptor((4,), "float32") != ig.SoftmaxBackwardDescriptor((4,), "float32")
-
-
-@each_case
 def test_select_puts_a_descriptor_into_its_plain_form(plan_type, descriptor_type, operation):
     loose = descriptor_type([np.int64(4), np.uint8(8)], "float32", np.int8(-2))
     plan = plan_type.select(loose)

@@ -78,15 +78,14 @@ def empty_like(like: Any) -> Any:
         return memory.with_huge_pages(sys.modules["torch"].empty_like(like))
 
 
-def refuse_gradients(operation: str, arguments: Mapping[str, Any]) -> None:
+def refuse_gradients(operation: str, arguments: Mapping[str, Any], where: str = "here; use isograd.torch,") -> None:
     """Raise UnsupportedError for a tensor that autograd follows: the result would silently lack its history."""
     torch = sys.modules.get("torch")
     if torch is not None:
         tensors = [name for name, a in arguments.items() if arrays.is_tensor(a) and a.requires_grad]
         if tensors and torch.is_grad_enabled():
             raise UnsupportedError(
-                f"{operation}: {tensors[0]} requires a gradient, which is not recorded here; use isograd.torch, "
-                "torch.no_grad() or detach()"
+                f"{operation}: {tensors[0]} requires a gradient, which is not recorded {where} torch.no_grad() or detach()"
             )
 
 

@@ -206,7 +206,7 @@ def test_the_plan_of_a_gpu():
         plan.run(x=buffer[:, :100], y=buffer[:, 50:150])
     with pytest.raises(DeviceMismatchError, match="x is on cpu, y is on cuda:0; expected all on cuda"):
         plan.run(x=x.cpu(), y=x)
-    with pytest.raises(DeviceMismatchError, match="dy is on cpu and y on cuda:0"):
+    with pytest.raises(DeviceMismatchError, match="dy is on cpu, y is on cuda:0"):
         ig.softmax_backward(x.cpu(), x)
     with pytest.raises(DeviceMismatchError, match="dy is on cuda:0 and y on cpu"):
         igt.softmax_backward(x, x.cpu(), -1)

@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter: the bits of the reference on a machine without a GPU."""
+"""What Triton's interpreter computes otherwise than a GPU is noticed where it is not patched."""
 
 from pathlib import Path
 
@@ -8,16 +8,7 @@ pytest.importorskip("torch", reason="needs torch")
 triton = pytest.importorskip("triton", reason="needs triton")
 SCRIPT = Path(__file__).parent / "triton_interpreted.py"
 FUSES_FMA = tuple(int(v) for v in triton.__version__.split(".")[:2]) >= (3, 9)
-OPERATIONS = ("softmax", "log_softmax", "softmax_backward", "log_softmax_backward")
-SUITES = (*OPERATIONS, "unfused", "truncated")
-
-
-@pytest.mark.parametrize("exhaustive", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["few", "all"])
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_interpreter_returns_the_bits_of_the_reference(interpret, operation: str, exhaustive: bool) -> None:
-    found, which = interpret(SCRIPT, *SUITES, exhaustive=exhaustive)
-    assert operation in found, which
-    assert found[operation] == (36 if exhaustive else 12, 0), which
+SUITES = ("unfused", "truncated")
 
 
 @pytest.mark.skipif(FUSES_FMA, reason="this interpreter fuses by itself")

@@ -74,7 +74,8 @@ def planned(op: Operation) -> Callable[..., Any]:
             if type(value) is not np.ndarray:
                 taken, restore = functional.inputs(name, **operands)
                 operands = dict(zip(operands, taken, strict=True))
-                functional.refuse_gradients(name, operands)
+                where = "by an encoder" if out is None else "where out is given"
+                functional.refuse_gradients(name, operands, f"{where}; use")
                 break
         like = operands[problem]
         device, dtype = arrays.describe(like, name, problem)

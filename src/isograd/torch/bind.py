@@ -472,8 +472,8 @@ def _into(
             found = core_call.planned(op)(bound.rows_of_one(inputs), values, wanted, row)
         except IsogradError as error:
             raise faults.named(op.name, at=None, **_SPELLED).renamed(error) from None
-    shaped = zip(op.outputs.values(), found if isinstance(found, tuple) else (found,), strict=False)
-    return out if out is not None else bound.results([t.view(()) if isinstance(a, Like) else t for a, t in shaped])
+        shaped = zip(op.outputs.values(), found if isinstance(found, tuple) else (found,), strict=False)
+        return out if out is not None else bound.results([t.view(()) if isinstance(a, Like) else t for a, t in shaped])
 
 
 def applied(op: Operation, inputs: Values, attributes: Values, wanted: tuple[str, ...], out: Any) -> Any:
