@@ -85,7 +85,8 @@ def refuse_gradients(operation: str, arguments: Mapping[str, Any], where: str = 
         tensors = [name for name, a in arguments.items() if arrays.is_tensor(a) and a.requires_grad]
         if tensors and torch.is_grad_enabled():
             raise UnsupportedError(
-                f"{operation}: {tensors[0]} requires a gradient, which is not recorded {where} torch.no_grad() or detach()"
+                f"{operation}: {tensors[0]} requires a gradient, which is not recorded {where} torch.no_grad() or "
+                "detach()"
             )
 
 

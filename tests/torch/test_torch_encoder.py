@@ -119,9 +119,9 @@ def test_what_a_recording_cannot_contain():
     x = data()
     with pytest.raises(InvalidProblemError, match="which the recording reads"), ig.Encoder():
         ig.softmax(x, out=x)
-    with pytest.raises(UnsupportedError, match="input requires a gradient, which is not recorded by an encoder"), ig.Encoder():
+    with pytest.raises(UnsupportedError, match="not recorded by an encoder"), ig.Encoder():
         igt.softmax(x.clone().requires_grad_(), -1)
-    with pytest.raises(UnsupportedError, match="cannot contain a conversion"), ig.Encoder():
+    with pytest.raises(UnsupportedError, match="contains no conversion"), ig.Encoder():
         igt.softmax(x, -1, dtype=torch.float64)
     with (
         pytest.raises(DeviceMismatchError, match="it runs on cpu; the encoder records for cuda:1"),
