@@ -30,7 +30,7 @@ def function(op: Operation) -> Callable[..., Any]:
 
     Inputs and attributes are tuples in the order of their declaration, None for an optional input that is not given;
     one output comes alone, several as a tuple without those that were not asked for. out: an array for the output of an
-    operation that has one, which comes back. Tensors go to torch's operator, which records gradients.
+    operation that has one, which comes back. Tensors go to torch's front end, where gradients are recorded.
     """
     name, run = op.name, planned(op)
     checks = [(key, a.plain, _PLAIN.get(a.kind)) for key, a in op.attributes.items()]
@@ -48,7 +48,7 @@ def function(op: Operation) -> Callable[..., Any]:
             if type(value) is not np.ndarray:
                 if differentiable and (front_end := front_ends.get(type(value))) is not None:
                     return front_end(op, inputs, values)
-                if arrays.is_tensor(value) and not (encoder.recordings and encoder.current()):
+                if arrays.is_tensor(value):
                     from isograd.torch import bind
 
                     return bind.applied(op, inputs, values, wanted, out)
