@@ -64,6 +64,17 @@ def test_checkpoints_change_no_bit(two: Any, digest: str, kind: str, reentrant: 
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("family", ["llama", "olmoe"])
+def test_one_digest_of_a_model_of_transformers(four: Any, family: str) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    given = {"family": family, "steps": 20}
+    [right] = four.run("training", "train", 1, kind="plain", **given)
+    for kind, n in (("plain", 2), ("plain", 4), ("ddp", 2), ("ddp", 4), ("fsdp", 1), ("fsdp", 2), ("fsdp", 4)):
+        assert set(four.run("training", "train", n, kind=kind, ahead=True, **given)) == {right}, (kind, n)
+    assert len({four.run("training", "train_with_torch", n, **given)[0] for n in (1, 2, 4)}) == 3
+
+
+@pytest.mark.thorough
 def test_replicas_of_shards(four: Any) -> None:
     assert set(four.run("training", "train_replicas", 4)) == set(four.run("training", "train", 1, kind="plain"))
 

@@ -51,6 +51,29 @@ class Model(nn.Module):
         return self.head(x + self.expert(x) if expert else x)
 
 
+class Causal(nn.Module):
+    """A Llama or OLMoE of transformers, of two layers."""
+
+    def __init__(self, family: str) -> None:
+        super().__init__()
+        import transformers
+
+        sizes = {
+            "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "attn_implementation": "eager", "pad_token_id": 0,
+        }  # fmt: skip
+        if family == "olmoe":
+            config = transformers.OlmoeConfig(num_experts=4, num_experts_per_tok=2, **sizes)
+            self.model = transformers.OlmoeForCausalLM(config)
+        else:
+            self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+        self.blocks = [*self.model.model.layers]
+
+    def forward(self, tokens: Tensor, expert: bool) -> Tensor:
+        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        return logits
+
+
 def unit(step: int, index: int) -> tuple[Tensor, Tensor, bool]:
     random = torch.Generator().manual_seed(1000 * step + index)
     tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=random)
@@ -72,9 +95,11 @@ def device_of(group: Any) -> str:
     return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
-def made(kind: str, group: Any, checkpoints: bool | None = None, dtype: torch.dtype = torch.bfloat16) -> Any:
+def made(
+    kind: str, group: Any, checkpoints: bool | None = None, dtype: torch.dtype = torch.bfloat16, family: str = ""
+) -> Any:
     torch.manual_seed(0)
-    model = Model(checkpoints, dtype).to(device_of(group))
+    model = (Causal(family) if family else Model(checkpoints, dtype)).to(device_of(group))
     if kind.startswith("ddp"):
         options = {"find_unused": {"find_unused_parameters": True}, "static": {"static_graph": True}}
         extra = options.get(kind.removeprefix("ddp").lstrip("_"), {})
@@ -139,10 +164,11 @@ def train(
     ahead: bool = False,
     checkpoints: bool | None = None,
     by_step: bool = False,
+    family: str = "",
     **settings: Any,
 ) -> str:
     """The digest of the weights after some steps, gradients by GradientSum."""
-    model = made(kind.removesuffix("_no_sync"), group, checkpoints)
+    model = made(kind.removesuffix("_no_sync"), group, checkpoints, family=family)
     given = {} if kind.startswith(("ddp", "fsdp")) else {"group": group}
     announced = UNITS // dist.get_world_size(group) if ahead else None
     total = igt.distributed.GradientSum(model, **given, units=announced, **settings)
@@ -169,9 +195,9 @@ def train_replicas(group: Any, steps: int = 3) -> str:
     return digest(model)
 
 
-def train_with_torch(group: Any, steps: int = 3) -> str:
+def train_with_torch(group: Any, steps: int = 3, family: str = "") -> str:
     """The same with the gradients that autograd and DDP add up in floats."""
-    model = made("ddp_find_unused", group)
+    model = made("ddp_find_unused", group, family=family)
     optimizer = Momentum(model)
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     own = range(rank, UNITS, ranks)
