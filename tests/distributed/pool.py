@@ -1,9 +1,12 @@
 """Processes of one group that run functions together, for tests; every call has a time limit."""
 
+import faulthandler
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +18,7 @@ TIMEOUT = 120.0  # seconds for a call, the start of the processes and the compil
 def _serve(rank: int, size: int, store: str, backend: str, connection: Any) -> None:
     """Run what comes, in the group of all ranks; `groups[n]` has the first n."""
     sys.path.insert(0, str(Path(__file__).parent))
+    faulthandler.register(signal.SIGUSR1)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
     import torch.distributed as dist
@@ -64,6 +68,9 @@ class Ranks:
         results = []
         for rank, pipe in enumerate(self._pipes[:n]):
             if not pipe.poll(timeout):
+                for process in self._processes:
+                    os.kill(process.pid, signal.SIGUSR1)  # says on stderr where it is
+                time.sleep(1)
                 self.close()
                 raise AssertionError(f"rank {rank} has not answered within {timeout:.0f} s")
             results.append(pipe.recv())
