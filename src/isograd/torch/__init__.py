@@ -9,6 +9,7 @@
     with igt.use() as switch:                 # torch's own functions run on isograd's kernels in the block
         loss = model(batch)
     print(switch.report())                    # what was replaced and what was not, and why
+    total = igt.distributed.GradientSum(model)  # p.grad without a trace of the number of ranks
 
 Softmaxes; attention; gather, scatter_add, index_add, embedding and their relatives; topk and mixture-of-experts
 routing; cross entropy, divergences, gumbel_softmax and sparsemax. First derivatives have the library's bits, and so
