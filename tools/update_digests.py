@@ -4,8 +4,8 @@
 
 The digests of `isograd verify` are those of the NumPy reference, which defines the results, not of any kernel. The
 script then lets every kernel of this machine check against them, and trains the demo once. With names of operations
-it computes those alone; the others and the demo keep what is published. Run it after a change of the contract or of
-the cases, and look at what changed: a digest that moves without a change of the contract is a bug.
+it computes those and the optimizers' alone; the others and the demo keep what is published. Run it after a change of
+the contract or of the cases, and look at what changed: a digest that moves without a change of the contract is a bug.
 """
 
 import json
@@ -18,6 +18,7 @@ from isograd.cli import check, training
 from isograd.cli.suites import SUITES, cases
 from isograd.core.cases import Case, Suite
 from isograd.fenv import default_environment
+from isograd.optimizers import cases as optimizers
 
 TARGET = Path(__file__).parent.parent / "src" / "isograd" / "cli" / "digests.json"
 
@@ -47,6 +48,8 @@ def main(named: list[str]) -> int:
                 raise SystemExit(f"{operation} {dtype}: two cases share a name")
             digests["inputs"].setdefault(operation, {})[dtype] = check.inputs_digest(given)
             digests["results"].setdefault(operation, {})[dtype] = results
+    with default_environment():
+        digests["optimizers"] = {c.name: check.results_digest(c.expected()) for c in optimizers.cases()}
     if named:
         digests["demo"] = before["demo"]
     else:

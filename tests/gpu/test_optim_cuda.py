@@ -1,12 +1,18 @@
 """igt.optim and clipping on a real GPU: the CPU's bits, CUDA graphs, and nothing that waits."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
+
 import isograd.torch as igt  # noqa: E402
+from isograd.cli import check  # noqa: E402
 
 KINDS = {
     "AdamW": {"lr": 0.01},
@@ -88,6 +94,12 @@ def test_clipping_has_the_bits_of_the_cpu(dtype: torch.dtype, special: bool, nor
 def test_norms_of_several_types_have_the_bits_of_the_cpu() -> None:
     given = [drawn(dtype, i)[0] for i, dtype in enumerate(DTYPES)]
     assert bits(igt.get_total_norm([t.cuda() for t in given])) == bits(igt.get_total_norm(given))
+
+
+def test_published_digests() -> None:
+    from test_torch_optim import published_runs
+
+    assert dict(published_runs("cuda")) == check.published()["optimizers"]
 
 
 def test_long_chunks() -> None:

@@ -1,6 +1,7 @@
 """igt.optim: the reference's bits for any values, grouping, layout and number of threads; torch's values and states."""
 
 import copy
+import math
 import pickle
 
 import ml_dtypes
@@ -11,10 +12,12 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 import isograd as ig  # noqa: E402
 import isograd.torch as igt  # noqa: E402
-from isograd import fenv  # noqa: E402
+from isograd import arrays, fenv  # noqa: E402
+from isograd.cli import check  # noqa: E402
 from isograd.errors import InvalidProblemError, UnsupportedError  # noqa: E402
 from isograd.numerics.reference import narrow, widen  # noqa: E402
 from isograd.optimizers import reference  # noqa: E402
+from isograd.optimizers.cases import MAX_NORM, OPTIMIZERS, cases  # noqa: E402
 from isograd.optimizers.numbers import numbers, power, rates  # noqa: E402
 
 CASES = {
@@ -81,15 +84,15 @@ def test_the_bits_of_the_reference(name, dtype):
     kind, options = CASES[name]
     for flavour in ("normal", "extreme", "subnormal", "special"):
         rng = np.random.default_rng([len(flavour), len(name)])
-        arrays = [[flavoured(rng, shape, flavour, NUMPY[dtype]) for shape in SHAPES] for _ in range(4)]
-        params = [torch.nn.Parameter(to_torch(x)) for x in arrays[0]]
+        drawn = [[flavoured(rng, shape, flavour, NUMPY[dtype]) for shape in SHAPES] for _ in range(4)]
+        params = [torch.nn.Parameter(to_torch(x)) for x in drawn[0]]
         optimizer = make(kind, params, options)
-        for given in arrays[1:]:
+        for given in drawn[1:]:
             for p, g in zip(params, given, strict=True):
                 p.grad = to_torch(g)
             optimizer.step()
         for i, p in enumerate(params):
-            weights, states = expected_steps(optimizer, arrays[0][i], [given[i] for given in arrays[1:]])
+            weights, states = expected_steps(optimizer, drawn[0][i], [given[i] for given in drawn[1:]])
             assert bits(p) == bits(weights), (flavour, SHAPES[i])
             names = optimizer._update(optimizer.param_groups[0]).states
             for key, state in zip(names, states, strict=True):
@@ -144,6 +147,29 @@ def test_near_torch_over_twenty_steps(name):
             m += (q.detach() - b).abs() + b.abs()
     for p, q, m in zip(params, theirs, moved, strict=True):
         assert ((p.double() - q).abs() <= 10 * 2.0**-24 * m).all()
+
+
+def test_the_bound_of_a_step_of_adamw():
+    """Moments that nearly cancel, large and small gradients, early and late steps."""
+    rng = np.random.default_rng(0)
+    lr, (b1, b2), eps, decay = 0.01, (0.9, 0.999), 1e-8, 0.1
+    for step in (1, 2, 50, 100_000):
+        n = 20_000
+        w, g = rng.standard_normal((2, n)).astype(np.float32)
+        g *= (2.0 ** rng.integers(-20, 20, n)).astype(np.float32)
+        m = (-g / 9 * (1 + 2.0 ** -rng.integers(1, 20, n))).astype(np.float32)
+        v = (rng.random(n) * g * g).astype(np.float32)
+        update = igt.optim.AdamW([torch.nn.Parameter(torch.ones(1))])._update({"maximize": False})
+        options = {"betas": (b1, b2), "eps": eps, "weight_decay": decay}
+        found, _ = reference.updated(
+            update, w, g, [m, v], numbers(update, rates(update, options), lr, step, np.float32)
+        )
+        w, g, m, v = (x.astype(np.longdouble) for x in (w, g, m, v))
+        root = np.sqrt((v * b2 + (1 - b2) * g * g) / (1 - np.longdouble(b2) ** step)) + eps
+        scale = lr / (1 - np.longdouble(b1) ** step) / root
+        exact = w * (1 - lr * decay) - scale * (m * b1 + (1 - b1) * g)
+        bound = (3 * np.abs(w) + 14 * scale * (np.abs(m * b1) + np.abs((1 - b1) * g))) * 2.0**-24
+        assert (np.abs(found - exact) <= bound).all()
 
 
 def test_lion_is_its_formula():
@@ -252,6 +278,21 @@ def test_schedulers_closures_and_tensor_rates():
     assert p.tolist() == [0.25] * 3
 
 
+def test_a_cosine_of_fixed_operations():
+    optimizer = igt.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, igt.optim.cosine_schedule(110, warmup=10, final=0.1))
+    for step in range(130):
+        expected = (step + 1) / 10 if step < 10 else 0.1 + 0.45 * (1 + math.cos(math.pi * min((step - 10) / 100, 1)))
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5 * expected, rel=1e-14)
+        optimizer.step()
+        schedule.step()
+    assert schedule.state_dict()["lr_lambdas"] == [{"steps": 110, "warmup": 10, "final": 0.1}]
+    with pytest.raises(InvalidProblemError, match="cosine_schedule: steps is 5 and warmup 5; expected integers"):
+        igt.optim.cosine_schedule(5, 5)
+    with pytest.raises(InvalidProblemError, match="cosine_schedule: final is 2; expected a number from 0 to 1"):
+        igt.optim.cosine_schedule(5, final=2)
+
+
 def test_powers_by_squaring():
     assert [power(3.0, n) for n in (0, 1, 2, 5, 10)] == [1, 3, 9, 243, 59049]
     assert power(0.999, 1000) == pytest.approx(0.999**1000, rel=1e-14)
@@ -329,3 +370,22 @@ def test_the_callers_floating_point_environment(name):
         finally:
             fenv.leave(previous)
         assert found == expected
+
+
+def published_runs(device):
+    """(name, digest of parameter, states and last norm) of the published trainings on a device."""
+    for case in cases():
+        kind, options, update = OPTIMIZERS[case.optimizer]
+        p = torch.nn.Parameter(to_torch(case.weights).to(device))
+        optimizer = make(kind, [p], options)
+        norm = None
+        for g in case.gradients:
+            p.grad = to_torch(g).to(device)
+            norm = igt.clip_grad_norm_(p, MAX_NORM)
+            optimizer.step()
+        tensors = [p, *[optimizer.state[p][name] for name in update.states], norm]
+        yield case.name, check.results_digest(tuple(arrays.numpy_view(t.detach().cpu()) for t in tensors))
+
+
+def test_published_digests():
+    assert dict(published_runs("cpu")) == check.published()["optimizers"]

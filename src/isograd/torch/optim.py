@@ -11,9 +11,10 @@ and float64 for float64. One kernel goes through all parameters of a group. On a
 captured in a CUDA graph after a first one; `lr` may be a tensor there. `foreach`, `fused` and `capturable` are taken
 for compatibility and choose nothing: there is one implementation.
 
-A schedule's rate is a Python float. torch's ConstantLR, LinearLR, StepLR, MultiStepLR, PolynomialLR with power 1 and
-OneCycleLR with anneal_strategy="linear" need no more than IEEE operations; CosineAnnealingLR and ExponentialLR's closed
-form call the C library. `cosine_schedule` is a cosine of fixed operations.
+A schedule's rate is a Python float. Of torch's schedulers ConstantLR, LinearLR, StepLR, MultiStepLR, ExponentialLR,
+PolynomialLR with power 1, CyclicLR's triangles and OneCycleLR with anneal_strategy="linear" take no more than IEEE
+operations, and have the same bits everywhere. Those with a cosine or another power call the C library, whose last bit
+differs between systems: `cosine_schedule` is a cosine of fixed operations.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from isograd.optimizers.numbers import (
 from isograd.torch import many_tensors as many
 from isograd.torch.tensors import NAMES, refuse, work_dtype
 
-__all__ = ["SGD", "AdamW", "Lion"]
+__all__ = ["SGD", "AdamW", "Lion", "cosine_schedule"]
 
 _MASTER = "master"  # what the state calls the float32 copy of a parameter
 
@@ -396,3 +397,49 @@ class Lion(_Optimizer):
             "master_weights": master_weights,
         }  # fmt: skip
         super().__init__(params, defaults)
+
+
+# --- a schedule ------------------------------------------------------------------------------------------------------
+_TERMS = tuple([(-1) ** k / math.factorial(2 * k) for k in range(12)])  # of the cosine's series, each rounded once
+
+
+def _cosine(x: float) -> float:
+    """The cosine of pi * x for 0 <= x <= 1, by the series up to a right angle; at most 2**-51 off."""
+    if x > 0.5:
+        return -_cosine(1.0 - x)
+    square = (math.pi * x) * (math.pi * x)
+    result = _TERMS[-1]
+    for term in reversed(_TERMS[:-1]):
+        result = result * square + term
+    return result
+
+
+class _Cosine:
+    """What `cosine_schedule` returns; an object, so that a scheduler's state has it."""
+
+    def __init__(self, steps: int, warmup: int, final: float) -> None:
+        self.steps, self.warmup, self.final = steps, warmup, final
+
+    def __call__(self, step: int) -> float:
+        with default_environment():
+            if step < self.warmup:
+                return (step + 1) / self.warmup
+            done = min((step - self.warmup) / (self.steps - self.warmup), 1.0)
+            return self.final + (1.0 - self.final) * (0.5 * (1.0 + _cosine(done)))
+
+
+def cosine_schedule(steps: int, warmup: int = 0, final: float = 0.0) -> Callable[[int], float]:
+    """The factor of `torch.optim.lr_scheduler.LambdaLR`: a linear warm-up, then half a cosine down to `final`.
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, igt.optim.cosine_schedule(10_000, warmup=500))
+
+    steps: in all, of which `warmup` rise to 1. From IEEE operations in binary64 alone, so with the same bits on every
+    machine. InvalidProblemError unless 0 <= warmup < steps and 0 <= final <= 1.
+    """
+    if not isinstance(steps, int) or not isinstance(warmup, int) or not 0 <= warmup < steps:
+        raise InvalidProblemError(
+            f"cosine_schedule: steps is {steps!r} and warmup {warmup!r}; expected integers with 0 <= warmup < steps"
+        )
+    if isinstance(final, bool) or not isinstance(final, (int, float)) or not 0 <= final <= 1:
+        raise InvalidProblemError(f"cosine_schedule: final is {final!r}; expected a number from 0 to 1")
+    return _Cosine(steps, warmup, float(final))
