@@ -8,8 +8,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from isograd.numerics import constants as c
-from isograd.numerics.reference import FORMATS, narrow, order_free_sum, round_integer, widen
+from isograd.numerics.reference import narrow, order_free_sum, widen
 
 Floats = NDArray[Any]
 WORDS: Final = 4  # int64 words of a tensor's sum; float32 needs the first two
@@ -52,23 +51,3 @@ def clipped(g: Floats, factor: Any) -> Floats:
     with np.errstate(all="ignore"):
         wide = widen(g)
         return narrow(wide * wide.dtype.type(factor), g.dtype)
-
-
-def key_value(key: int, dtype: Any) -> Any:
-    """The number whose magnitude's bits a key is; every NaN has a key above infinity's."""
-    form = FORMATS[np.dtype(dtype)]
-    value = np.array(key, form.integer).view(form.dtype)
-    return form.dtype(np.nan) if np.isnan(value) else form.dtype(value)
-
-
-def sum_of_words(key: int, words: Sequence[int], dtype: Any) -> Any:
-    """The sum of squares from the key of the largest and the words of the integer terms."""
-    form = FORMATS[np.dtype(dtype)]
-    largest = key_value(key, dtype)
-    if not np.isfinite(largest):
-        return largest
-    value = (int(words[0]) << 32) + int(words[1])
-    if form.bits == 64:
-        value = (value << c.LIMB_SHIFT_64) + (int(words[2]) << 32) + int(words[3])
-    exponent = max((key >> (form.precision - 1)) - form.bias, form.min_exponent)
-    return round_integer(value, exponent - form.quantum_bits, form)

@@ -6,8 +6,9 @@ import numpy as np
 from isograd.numerics.numba_compile import kernel
 from isograd.numerics.numba_memory import BLOCK, load, load_block, pointer, stack_block, store, store_block
 from isograd.numerics.numba_ops import as_float, magnitude_key
+from isograd.numerics.numba_storage import narrow
 from isograd.numerics.numba_sum import block_magnitude, block_terms, is_finite_key, sum_scale
-from isograd.numerics.numba_wide import limb_shift
+from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
 from isograd.optimizers.chunks import COLUMNS, COUNT
 
 LENGTH = 1 << 14  # elements of a chunk
@@ -64,6 +65,26 @@ def norm_words(like, zero, table_address, chunks_address, keys_address, words_ad
         store(words, 4 * chunk + 1, high & _WORD)
         store(words, 4 * chunk + 2, low >> 32)
         store(words, 4 * chunk + 3, low & _WORD)
+
+
+@kernel
+def norm_sums(zero, keys_address, words_address, out_address, start, stop):
+    """The sums of squares of the tensors, each rounded once."""
+    keys, words = pointer(keys_address, magnitude_key(zero)), pointer(words_address, np.int64(0))
+    out = pointer(out_address, zero)
+    for i in range(start, stop):
+        key = load(keys, i)
+        if is_finite_key(key):
+            hi, lo = add_limbs(np.int64(0), np.uint64(0), load(words, 4 * i), load(words, 4 * i + 1), np.int64(32))
+            shift = limb_shift(zero)
+            if shift > 32:  # binary64: that was the high part
+                hi = np.int64(hi << shift) | np.int64(lo >> np.uint64(64 - shift))
+                lo = np.uint64(lo << np.uint64(shift))
+                hi, lo = add_limbs(hi, lo, load(words, 4 * i + 2), load(words, 4 * i + 3), np.int64(32))
+            _, _, exponent = sum_scale(key)
+            store(out, i, wide_to_float(hi, lo, exponent, zero))
+        else:
+            store(out, i, narrow(as_float(key), zero))
 
 
 @kernel

@@ -86,8 +86,22 @@ class _Tensors(ABC):
         """The integer sums of what is here, from everybody's keys."""
 
     @abstractmethod
+    def sums(self, work: torch.dtype) -> Tensor:
+        """The sums of squares, as if all tensors had one work type."""
+
     def results(self, squared: bool, work: torch.dtype) -> Tensor:
         """The sums of squares of the tensors, or their largest magnitudes, each in its work type, in a wider one."""
+
+        def of_type(work: torch.dtype) -> Tensor:
+            if squared:
+                return self.sums(work)
+            return self.keys.view(torch.float64) if work is torch.float64 else self.keys.int().view(torch.float32)
+
+        types = {work_dtype(dtype) for dtype in self.dtypes}
+        if len(types) == 1:
+            return of_type(types.pop()).to(work)
+        wide = many.upload(np.array([t.dtype is torch.float64 for t in self.tensors], np.int64), self.device) != 0
+        return torch.where(wide, of_type(torch.float64), of_type(torch.float32).double())
 
     @abstractmethod
     def finish(self, results: Tensor, squared: bool, max_norm: float) -> Tensor:
@@ -136,14 +150,15 @@ class _OnCpu(_Tensors):
             np.add.at(words, part.where[:, 0], each)
         self.words = torch.from_numpy(words)
 
-    def results(self, squared: bool, work: torch.dtype) -> Tensor:
-        types = [np.float64 if tensor.dtype is torch.float64 else np.float32 for tensor in self.tensors]
-        keys = self.keys.tolist()
-        if squared:
-            found = list(map(ref.sum_of_words, keys, self.words.tolist(), types))
-        else:
-            found = list(map(ref.key_value, keys, types))
-        return torch.from_numpy(np.array(found, np.float64 if work is torch.float64 else np.float32))
+    def sums(self, work: torch.dtype) -> Tensor:
+        from isograd.optimizers import numba_norm
+
+        out, keys = torch.empty(len(self.tensors), dtype=work), self.keys
+        if work is torch.float32:
+            keys = keys.int()
+        zero, n = many.KERNEL_TYPES[work], len(self.tensors)
+        parallel.for_ranges(numba_norm.norm_sums, n, n, zero, keys.data_ptr(), self.words.data_ptr(), out.data_ptr())
+        return out
 
     def finish(self, results: Tensor, squared: bool, max_norm: float) -> Tensor:
         norm = ref.norm_of_sums(results.numpy()) if squared else ref.largest(results.numpy())
@@ -192,22 +207,10 @@ class _OnGpu(_Tensors):
         for dtype, aligned, where in self.parts:
             self._kernels.launch_words(self._table, where, self.keys, self.words, NAMES[dtype], aligned, self._length)
 
-    def _in_type(self, squared: bool, work: torch.dtype) -> Tensor:
-        """The results as if all tensors had one work type."""
-        if not squared:
-            return self.keys.view(torch.float64) if work is torch.float64 else self.keys.int().view(torch.float32)
+    def sums(self, work: torch.dtype) -> Tensor:
         out = torch.empty(len(self.tensors), dtype=work, device=self.device)
         self._kernels.launch_sums(self.keys, self.words, out)
         return out
-
-    def results(self, squared: bool, work: torch.dtype) -> Tensor:
-        types = {work_dtype(dtype) for dtype in self.dtypes}
-        found = [self._in_type(squared, each) for each in types]
-        if len(found) == 1:
-            return found[0].to(work)
-        wide = many.upload(np.array([t.dtype is torch.float64 for t in self.tensors], np.int64), self.device) != 0
-        in_double, in_float = sorted(found, key=lambda x: -x.element_size())
-        return torch.where(wide, in_double, in_float.double())
 
     def finish(self, results: Tensor, squared: bool, max_norm: float) -> Tensor:
         out = torch.empty(2, dtype=results.dtype, device=self.device)

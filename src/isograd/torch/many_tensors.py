@@ -20,6 +20,7 @@ from isograd.torch.tensors import DTYPES, require_tensor
 KERNEL_TYPES = {
     torch.float16: np.int16(0), torch.bfloat16: np.uint16(0), torch.float32: np.float32(0), torch.float64: np.float64(0)
 }  # fmt: skip
+_PLAIN = (Tensor, torch.nn.Parameter)
 _WIDEST = 16  # bytes of an access
 
 
@@ -30,8 +31,21 @@ def is_distributed(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def is_plain(tensor: Any) -> bool:
+    """Whether kernels take a tensor as it is; quick, as an optimizer has many."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.dtype in KERNEL_TYPES
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and (tensor.is_cuda or tensor.is_cpu)
+    )
+
+
 def local(operation: str, name: str, tensor: Any) -> Tensor:
     """The memory behind a tensor, of a DTensor what this rank holds; an error for what no kernel takes."""
+    if is_plain(tensor):
+        return tensor  # type: ignore[no-any-return]
     require_tensor(operation, tensor, name)
     held: Tensor = tensor.to_local() if is_distributed(tensor) else tensor
     if held.layout is not torch.strided or held.is_nested:
@@ -68,8 +82,10 @@ def _fills_memory(tensor: Tensor) -> bool:
 
 def alike(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[tuple[Tensor, Tensor]]]:
     """The tensors in one layout that fills memory, and (tensor, copy) of those that are not in it by themselves."""
-    first = next(t for t in tensors if t is not None)
     given = [t for t in tensors if t is not None]
+    if all(t.is_contiguous() and t.data_ptr() % t.element_size() == 0 for t in given):
+        return list(tensors), []
+    first = given[0]
     if all(t.stride() == first.stride() or first.dim() == 0 for t in given) and all(map(_fills_memory, given)):
         return list(tensors), []
     moved = [None if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t) for t in tensors]
@@ -78,16 +94,16 @@ def alike(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[t
 
 # --- tables ----------------------------------------------------------------------------------------------------------
 Integers = NDArray[np.int64]
-Row = tuple[Sequence[Tensor | None], Tensor | None]  # up to five tensors of one layout, and the count of steps
+Row = tuple[Sequence[Any], Tensor | None]  # up to five tensors of one layout, the first there, and the count of steps
 
 
 def table_of(rows: Sequence[Row]) -> Integers:
     """A row a tensor: addresses, number of elements, address of the count of steps."""
     table = []
     for tensors, step in rows:
-        addresses = [0 if t is None else t.data_ptr() for t in tensors]
-        count = next(t.numel() for t in tensors if t is not None)
-        table.append([*addresses, *[0] * (COUNT - len(addresses)), count, 0 if step is None else step.data_ptr()])
+        table += [0 if t is None else t.data_ptr() for t in tensors]
+        table += (0,) * (COUNT - len(tensors))
+        table += tensors[0].numel(), 0 if step is None else step.data_ptr()
     return np.array(table, np.int64).reshape(-1, COLUMNS)
 
 

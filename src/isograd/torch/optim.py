@@ -66,7 +66,7 @@ class _Row(NamedTuple):
     """A parameter; what is updated, gradient, two states and copy; its count of steps; the momentum, if it begins."""
 
     p: Tensor
-    tensors: list[Tensor | None]
+    tensors: list[Any]
     step: Tensor | None
     begun: Tensor | None
 
@@ -151,23 +151,28 @@ class _Optimizer(torch.optim.Optimizer):
 
     def _problems(self, group: Mapping[str, Any]) -> dict[_Problem, list[_Row]]:
         """The parameters of a group that have gradients, by launches."""
-        update = self._update(group)
-        problems: dict[_Problem, list[_Row]] = {}
+        update, master_weights = self._update(group), group["master_weights"]
+        states, rows = update.states, {}  # type: ignore[var-annotated]
         for i, p in enumerate(group["params"]):
-            if p.grad is None:
+            grad = p.grad
+            if grad is None:
                 continue
-            weights, grad = many.local(self._name, f"params[{i}]", p), self._gradient(p, i)
-            state = self._state(p, group, update)
-            begun = None if all(name in state for name in update.states) else self._zeros(p)
-            kept = [many.local(self._name, name, state.get(name, begun)) for name in update.states]
+            plain = many.is_plain(p) and many.is_plain(grad) and p.dtype is grad.dtype and p.device == grad.device
+            weights, g = (p, grad) if plain else (many.local(self._name, f"params[{i}]", p), self._gradient(p, i))
+            state = self._state(p, weights, update, master_weights)
+            begun = None if all(name in state for name in states) else self._zeros(p)
+            tensors = [weights, g, *[many.local(self._name, name, state.get(name, begun)) for name in states]]
             master = state.get(_MASTER)
-            copied = master is not None
-            target = many.local(self._name, _MASTER, master) if copied else weights
-            dtypes = target.dtype, grad.dtype, weights.dtype
-            key = _Problem(update._replace(first=begun is not None), weights.device, dtypes, copied)
-            tensors = [target, grad, *kept, *[None] * (2 - len(kept)), weights if copied else None]
-            problems.setdefault(key, []).append(_Row(p, tensors, state.get("step"), begun))
-        return problems
+            if master is not None:
+                tensors += [None] * (4 - len(tensors))
+                tensors.append(weights)
+                tensors[0] = many.local(self._name, _MASTER, master)
+            key = begun is not None, weights.device, tensors[0].dtype, g.dtype, weights.dtype
+            rows.setdefault(key, []).append(_Row(p, tensors, state.get("step"), begun))
+        return {
+            _Problem(update._replace(first=first), device, (target, g, w), target is not w): found
+            for (first, device, target, g, w), found in rows.items()
+        }
 
     def _gradient(self, p: Tensor, i: int) -> Tensor:
         name, given = f"the gradient of params[{i}]", p.grad
@@ -188,17 +193,17 @@ class _Optimizer(torch.optim.Optimizer):
     def _zeros(self, p: Tensor) -> Tensor:
         return torch.zeros_like(p, dtype=work_dtype(p.dtype), memory_format=torch.preserve_format, requires_grad=False)
 
-    def _state(self, p: Tensor, group: Mapping[str, Any], update: Update) -> dict[str, Any]:
+    def _state(self, p: Tensor, weights: Tensor, update: Update, master_weights: bool) -> dict[str, Any]:
         """A parameter's state, made where it is missing; SGD's momentum is made by its first step."""
         state: dict[str, Any] = self.state[p]
         if update.rule == ADAM and "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=many.local(self._name, "params", p).device)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=weights.device)
         for name in update.states:
             if state.get(name) is None:
                 state.pop(name, None)
                 if update.rule != SGD_RULE:
                     state[name] = self._zeros(p)
-        if group["master_weights"] and p.dtype is not work_dtype(p.dtype) and _MASTER not in state:
+        if master_weights and p.dtype is not work_dtype(p.dtype) and _MASTER not in state:
             state[_MASTER] = p.detach().to(work_dtype(p.dtype), memory_format=torch.preserve_format)
         return state
 
@@ -209,8 +214,9 @@ class _Optimizer(torch.optim.Optimizer):
         back: list[tuple[Tensor, Tensor]] = []
         for i, row in enumerate(rows):
             tensors, moved = many.alike(row.tensors)
-            back += [(t, copy) for t, copy in moved if t is not row.tensors[1]]
-            rows[i] = row._replace(tensors=tensors)
+            if moved:
+                back += [(t, copy) for t, copy in moved if t is not row.tensors[1]]
+                rows[i] = row._replace(tensors=tensors)
             if row.begun is not None:
                 self.state[row.p][update.states[0]] = row.begun
         of = rates(update, group)
@@ -400,7 +406,9 @@ class Lion(_Optimizer):
 
 
 # --- a schedule ------------------------------------------------------------------------------------------------------
-_TERMS = tuple([(-1) ** k / math.factorial(2 * k) for k in range(12)])  # of the cosine's series, each rounded once
+_TERMS = tuple(
+    [(-1.0 if k % 2 else 1.0) / math.factorial(2 * k) for k in range(12)]
+)  # of the cosine's series, each rounded once
 
 
 def _cosine(x: float) -> float:
@@ -408,7 +416,7 @@ def _cosine(x: float) -> float:
     if x > 0.5:
         return -_cosine(1.0 - x)
     square = (math.pi * x) * (math.pi * x)
-    result = _TERMS[-1]
+    result: float = _TERMS[-1]
     for term in reversed(_TERMS[:-1]):
         result = result * square + term
     return result
@@ -422,9 +430,9 @@ class _Cosine:
 
     def __call__(self, step: int) -> float:
         with default_environment():
-            if step < self.warmup:
-                return (step + 1) / self.warmup
             done = min((step - self.warmup) / (self.steps - self.warmup), 1.0)
+            if done < 0:
+                return (step + 1) / self.warmup
             return self.final + (1.0 - self.final) * (0.5 * (1.0 + _cosine(done)))
 
 
