@@ -8,7 +8,7 @@
     gradients = tape.backward(loss(leaves))
     optimizer.step({name: gradients[leaf] for name, leaf in leaves.items()})
 
-Every step is rule 17 of `docs/arithmetic.md`: a fixed sequence of + - * / and square roots of IEEE 754 in the work type
+Every step is rule 18 of `docs/arithmetic.md`: a fixed sequence of + - * / and square roots of IEEE 754 in the work type
 (float32 for the 16-bit types), one rounding each, written at the class. States have the work type, and a parameter is
 rounded to its own dtype once a step. `isograd.torch.optim` has the same bits.
 """

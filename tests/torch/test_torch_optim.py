@@ -293,6 +293,27 @@ def test_a_cosine_of_fixed_operations():
         igt.optim.cosine_schedule(5, final=2)
 
 
+@pytest.mark.thorough
+def test_a_compiled_step_has_the_bits_of_an_eager_one():
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        optimizer = igt.optim.AdamW(model.parameters(), lr=0.1)
+
+        def step(x, model=model, optimizer=optimizer):
+            model(x).sum().backward()
+            igt.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        run = torch.compile(step, backend="eager") if compiled else step
+        for _ in range(3):
+            run(torch.ones(2, 4))
+        found.append([bits(p) for p in model.parameters()])
+    assert found[0] == found[1]
+
+
 def test_powers_by_squaring():
     assert [power(3.0, n) for n in (0, 1, 2, 5, 10)] == [1, 3, 9, 243, 59049]
     assert power(0.999, 1000) == pytest.approx(0.999**1000, rel=1e-14)

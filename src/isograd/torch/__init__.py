@@ -6,6 +6,8 @@
     v = igt.gather(y, -1, index)              # gradients add repeated indices order-free
     loss = igt.cross_entropy(logits, targets)
     o = igt.scaled_dot_product_attention(q, k, v, is_causal=True)
+    igt.clip_grad_norm_(model.parameters(), 1.0)
+    igt.optim.AdamW(model.parameters(), lr=3e-4).step()
     with igt.use() as switch:                 # torch's own functions run on isograd's kernels in the block
         loss = model(batch)
     print(switch.report())                    # what was replaced and what was not, and why

@@ -1,6 +1,6 @@
 """The norm of gradients, and gradients clipped to one, with the same bits for any order, sharding and device.
 
-Rule 18 of `docs/arithmetic.md`: the squares of a tensor are summed exactly, of a DTensor over its shards on all ranks,
+Rule 19 of `docs/arithmetic.md`: the squares of a tensor are summed exactly, of a DTensor over its shards on all ranks,
 the tensors' sums are summed exactly again, and the root is rounded once.
 """
 
@@ -315,6 +315,7 @@ def _listed(operation: str, name: str, tensors: Any) -> list[Any]:
     return list(tensors)
 
 
+@many.uncompiled
 @torch.no_grad()
 def get_total_norm(
     tensors: Tensor | Iterable[Tensor],
@@ -343,6 +344,7 @@ def get_total_norm(
     return norm
 
 
+@many.uncompiled
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],

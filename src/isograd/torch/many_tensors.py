@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from isograd.errors import RecordingError, UnsupportedError
 from isograd.optimizers.chunks import COLUMNS, chunks
@@ -22,6 +24,21 @@ KERNEL_TYPES = {
 }  # fmt: skip
 _PLAIN = (Tensor, torch.nn.Parameter)
 _WIDEST = 16  # bytes of an access
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Let torch.compile call a function and not look into it; torch._dynamo is loaded only where it does."""
+    outside: Callable[P, R] = _disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return outside(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
+
+    return call
 
 
 # --- which tensors ---------------------------------------------------------------------------------------------------

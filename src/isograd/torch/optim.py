@@ -1,4 +1,4 @@
-"""Optimizers in torch's spelling whose steps have the same bits on CPUs and GPUs (rule 17 of `docs/arithmetic.md`).
+"""Optimizers in torch's spelling whose steps have the same bits on CPUs and GPUs (rule 18 of `docs/arithmetic.md`).
 
     optimizer = igt.optim.AdamW(model.parameters(), lr=3e-4)
     loss.backward()
@@ -128,6 +128,7 @@ class _Optimizer(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
+    @many.uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update the parameters that have gradients; `closure` computes the loss anew and is called first.
