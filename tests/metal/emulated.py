@@ -43,5 +43,5 @@ def run(
 def needed_barriers(family: str) -> range:
     """The numbers of the barriers that are a family's own and not the header's, for `emulator.without_barrier`."""
     source = metal.source(family)
-    shared = metal.source("softmax")
+    shared = metal.source("ops/softmax")
     return range(len(BARRIER.findall(shared)), len(BARRIER.findall(source)))

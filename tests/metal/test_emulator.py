@@ -15,7 +15,7 @@ pytestmark = needs_compiler
 _HEADER = "#include <metal_stdlib>\nusing namespace metal;\n"
 _BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 _QUICK = ("-O0",)
-SOFTMAX = metal.source("softmax")
+SOFTMAX = metal.source("ops/softmax")
 
 
 def _x(rows: int = 3, columns: int = 300) -> np.ndarray[Any, Any]:
