@@ -79,6 +79,20 @@ def missing_on_one_rank(group: Any, ahead: bool) -> bool:
     return gradients(model) == expected([(r, r == 0) for r in range(ranks)])
 
 
+def sent_ahead(group: Any) -> list[bool]:
+    """Whether all buckets were sent in the pass: never, in the last of two units, in the only one."""
+    found = []
+    for units in (None, 2, 1):
+        model = small()
+        total = GradientSum(model, group, units=units, bucket_bytes=64)
+        for seed in range(units or 1):
+            found.append(total._ahead > 0)
+            unit(model, seed)
+        found.append(total._ahead == len(total._buckets) > 1)
+        total.finish()
+    return found
+
+
 def uneven(group: Any, ahead: bool) -> list[Any]:
     """Three units on the first rank, one on the second, none on others; then none on the first."""
     model, rank = small(), dist.get_rank(group)

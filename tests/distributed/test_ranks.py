@@ -56,6 +56,17 @@ def test_one_digest_of_twenty_steps_on_one_two_and_four_ranks(four: Any, kind: s
         assert set(four.run("training", "train", n, kind=kind, steps=20, ahead=n == 4)) == {right}, n
 
 
+def test_buckets_are_sent_in_the_last_pass(two: Any) -> None:
+    for found in two.run("misuse", "sent_ahead", 2):
+        assert found == [False, False, False, False, True, False, True]
+
+
+@pytest.mark.thorough
+def test_mixed_precision_of_fsdp(four: Any) -> None:
+    found = [d for n in (1, 2, 4) for d in four.run("training", "train", n, kind="fsdp_mixed")]
+    assert len(set(found)) == 1
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("kind", ["plain", "fsdp"])

@@ -47,7 +47,7 @@ class Model(nn.Module):
             x = x.to(block.norm.weight.dtype)
             x = x if self.checkpoints is None else checkpoint(block, x, use_reentrant=self.checkpoints)
             x = x if self.checkpoints is not None else block(x)
-        x = x.float()
+        x = x.to(self.head.weight.dtype)
         return self.head(x + self.expert(x) if expert else x)
 
 
@@ -104,13 +104,16 @@ def made(
         options = {"find_unused": {"find_unused_parameters": True}, "static": {"static_graph": True}}
         extra = options.get(kind.removeprefix("ddp").lstrip("_"), {})
         return nn.parallel.DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.001, **extra)
-    if kind == "fsdp":
+    if kind.startswith("fsdp"):
         from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         mesh = DeviceMesh.from_group(group, device_of(group), mesh=list(range(dist.get_world_size(group))))
+        policy = MixedPrecisionPolicy()
+        if kind == "fsdp_mixed":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for module in (*model.blocks, model):
-            fully_shard(module, mesh=mesh)
+            fully_shard(module, mesh=mesh, mp_policy=policy)
     return model
 
 
