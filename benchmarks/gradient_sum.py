@@ -199,9 +199,18 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     ranks, first = dist.get_world_size(), dist.get_rank() == 0
+    where = environment() if device.type == "cuda" else {"device": "cpu", "threads": torch.get_num_threads()}
     results: list[dict[str, Any]] = []
+
+    def keep(*found: dict[str, Any]) -> None:
+        """Each result is written at once: an interrupted run has those before."""
+        results.extend(found)
+        if arguments.out and first:
+            document = {"environment": where, "ranks": ranks, "results": results}
+            arguments.out.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+
     if arguments.kernels:
-        results = kernel_times()
+        keep(*kernel_times())
         for result in results:
             print(result["dtype"], {name: round(rate) for name, rate in result["gigabytes_per_second"].items()}, "GB/s")
     else:
@@ -210,7 +219,7 @@ def main() -> None:
                 for units in arguments.units:
                     rounds = 3 if arguments.quick else 15
                     found = compared(kind, size, units, rounds, device)
-                    results.append(found)
+                    keep(found)
                     if first:
                         ms = {name: round(1e3 * s, 2) for name, s in found["seconds"].items()}
                         memory = {name: round(gb, 2) for name, gb in found["gigabytes"].items()}
@@ -219,10 +228,6 @@ def main() -> None:
                             f"{found['ratio']:.3f} times torch's; {memory} GB",
                             flush=True,
                         )
-    if arguments.out and first:
-        where = environment() if device.type == "cuda" else {"device": "cpu", "threads": torch.get_num_threads()}
-        document = {"environment": where, "ranks": ranks, "results": results}
-        arguments.out.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
     dist.destroy_process_group()
 
 
