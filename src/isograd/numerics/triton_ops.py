@@ -122,6 +122,15 @@ def divide(a, b):
         return tl.math.div_rn(a, b)
 
 
+@triton.jit
+def root(x):
+    """The square root, to nearest."""
+    if x.dtype == tl.float64:
+        return tl.sqrt(x)
+    else:
+        return tl.sqrt_rn(x)
+
+
 # --- storage: widening is exact, narrowing rounds to nearest even and writes the canonical NaN -----------------------
 @triton.jit
 def widen(x, NATIVE: tl.constexpr):

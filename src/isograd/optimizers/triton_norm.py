@@ -16,7 +16,7 @@ from isograd.numerics import triton_terms as terms
 from isograd.numerics.storage import compute_dtype
 from isograd.optimizers.chunks import COLUMNS, COUNT
 from isograd.optimizers.norm_reference import SMALL, WORDS
-from isograd.optimizers.triton_updates import base, read, root, write
+from isograd.optimizers.triton_updates import base, read, write
 from isograd.rows.triton_launch import words_of
 from isograd.rows.triton_tiles import number
 from isograd.triton_launcher import Specification, launch
@@ -148,7 +148,7 @@ def norm_finish(sums_ptr, out_ptr, max_low, max_high, n, SQUARED: tl.constexpr, 
             more_a, more_b = terms.term_parts(p, scale, magic, low_scale)
             a += more_a
             b += more_b
-        norm = root(terms.sum_of_parts(tl.sum(a, axis=0), tl.sum(b, axis=0), exponent, norm, key))
+        norm = ops.root(terms.sum_of_parts(tl.sum(a, axis=0), tl.sum(b, axis=0), exponent, norm, key))
     norm = ops.narrow(norm, work, False)
     factor = ops.divide(number(max_low, max_high, work), norm + tl.full((), _SMALL, work))
     tl.store(out_ptr, norm)

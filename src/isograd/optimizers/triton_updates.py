@@ -77,15 +77,6 @@ def update_numbers(
 
 # --- the updates -----------------------------------------------------------------------------------------------------
 @triton.jit
-def root(x):
-    """The square root, to nearest."""
-    if x.dtype == tl.float64:
-        return tl.sqrt(x)
-    else:
-        return tl.sqrt_rn(x)
-
-
-@triton.jit
 def base(row, place: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     """The address of a tensor of the table; ALIGNED: to 16 bytes."""
     base = tl.load(row + place).to(tl.pointer_type(dtype))
@@ -133,7 +124,7 @@ def _update(
         v = read(second_ptr, offset, count, MASKED) * tl.load(of + 4) + tl.load(of + 5) * (g * g)
         write(first_ptr, offset, count, m, MASKED)
         write(second_ptr, offset, count, v, MASKED)
-        below = root(ops.divide(v, tl.load(of + 7))) + tl.load(of + 8)
+        below = ops.root(ops.divide(v, tl.load(of + 7))) + tl.load(of + 8)
         w -= ops.divide(lr * ops.divide(m, tl.load(of + 6)), below)
     elif RULE == _SGD:
         if MOMENTUM:

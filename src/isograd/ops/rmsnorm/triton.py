@@ -1,4 +1,4 @@
-# ruff: noqa: N803, RET505
+# ruff: noqa: N803
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """rmsnorm in Triton; `reference.py` is the definition."""
 
@@ -20,15 +20,6 @@ from isograd.numerics.storage import compute_dtype
 from isograd.rows import triton_tiles as tiles
 from isograd.rows.triton_launch import Strides, Tile, launch_rows, words_of
 from isograd.triton_launcher import Launcher, Specification, architecture, kept, merged, processors
-
-
-@triton.jit
-def _root(x):
-    """The square root, to nearest."""
-    if x.dtype == tl.float64:
-        return tl.sqrt(x)
-    else:
-        return tl.sqrt_rn(x)
 
 
 @triton.jit
@@ -80,7 +71,7 @@ def rmsnorm_rows(
         high_sum += high
         low_sum += low
     mean = _mean(high_sum, low_sum, exponent, special, key, n, work)
-    r = ops.divide(1.0, _root(mean + tiles.number(eps_low, eps_high, work)))
+    r = ops.divide(1.0, ops.root(mean + tiles.number(eps_low, eps_high, work)))
     tl.store(rstd_ptr + row * rstd_inner, ops.narrow(r, work, False), mask=row < inner)
     for start in range(0, stop, BLOCK):
         mask = inside & (column + start < n)
