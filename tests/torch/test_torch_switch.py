@@ -305,12 +305,40 @@ def test_compiled_code_is_in_every_report():
             assert torch.equal(compiled(x), igt.softmax(x, -1))
         reports.append(switch.report())
     assert reports[0].replaced == {"torch.softmax (compiled)": 1}
+    assert reports[1].replaced == {"isograd::softmax (compiled)": 1}  # it was traced before
     assert all(report.operators == {"isograd::softmax": 2} for report in reports)  # and once by its own name
-    assert "isograd::softmax  run by compiled code" in str(reports[1])
+    assert all(report.compiled == {"isograd::softmax": 1} for report in reports)
+    assert "1 x torch.softmax (compiled)  replaced; compiled, 1 graph\n" in str(reports[0])
+    assert "1 x isograd::softmax  run by compiled code\n" in str(reports[1])
+    assert str(reports[1]).endswith("1 x isograd::softmax  called by its own name")
     for _ in range(2):
         with igt.use() as switch:
             module(x)
         assert switch.report().replaced == {"torch.nn.functional.softmax": 1}
+
+
+def test_what_is_traced_is_counted_by_graphs():
+    torch._dynamo.reset()
+    x = torch.randn(2, 3)
+
+    def run(t):
+        t = torch.softmax(torch.softmax(t, -1), 0)
+        torch._dynamo.graph_break()  # tracing begins anew, and ends here
+        return torch.mm(torch.softmax(t, -1), t.T)
+
+    compiled = torch.compile(run, backend="eager")
+    with igt.use() as switch:
+        compiled(x)
+        compiled(x)
+    lines = {line.function: line for line in switch.report().lines}
+    softmax, product = lines["torch.softmax (compiled)"], lines["torch.mm (compiled)"]
+    assert (softmax.count, softmax.graphs, product.count, product.graphs) == (3, 2, 1, 1)
+    assert "3 x torch.softmax (compiled)  replaced; compiled, 2 graphs" in str(switch.report())
+    assert switch.report().compiled == {"isograd::softmax": 6}
+    with igt.use() as other:
+        compiled(x)
+        torch.log_softmax(x, -1)
+    assert other.report().replaced == {"torch.log_softmax": 1, "isograd::softmax (compiled)": 3}
 
 
 def test_methods_in_place_are_differentiated():

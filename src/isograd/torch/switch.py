@@ -1,15 +1,19 @@
 """A switch that runs an unmodified model on isograd's kernels where it can, and keeps a list of what it did."""
 
 import inspect
+import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Self, TypeVar, overload
 
 import torch
 from torch._dynamo.eval_frame import skip_code
-from torch._ops import OpOverload
+from torch._guards import CompileContext
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils._contextlib import context_decorator
 from torch.utils.checkpoint import checkpoint
@@ -24,12 +28,16 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One kind of call: the function's name, whether isograd computed it, why not, and how often."""
+    """One kind of call: the function's name, whether isograd computed it, why not, and how often.
+
+    graphs: of calls that torch.compile traced, in how many graphs they are; 0 for calls that ran.
+    """
 
     function: str
     replaced: bool
     reason: str
     count: int
+    graphs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +45,22 @@ class Report:
     """What a switch saw, in order of first appearance; `print` shows it as a table.
 
     operators: how often each of isograd's own operators ran without a function of torch's that stood for it: in code
-    that torch.compile had traced before, or called by its own name.
+    that torch.compile had traced before, or called by its own name. compiled: the former alone.
     """
 
     lines: tuple[Line, ...]
     operators: Mapping[str, int] = field(default_factory=dict)
+    compiled: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def replaced(self) -> dict[str, int]:
-        """How often each function was computed by isograd."""
-        return self._sum(True)
+        """How often each function was computed by isograd.
+
+        Calls that torch.compile traced are "(compiled)", and counted once a graph. Where compiled code ran and nothing
+        was traced, since that had happened before, these are the operators that it ran.
+        """
+        traced = any(line.graphs for line in self.lines)
+        return self._sum(True) | ({} if traced else {f"{name} (compiled)": n for name, n in self.compiled.items()})
 
     @property
     def not_replaced(self) -> dict[str, int]:
@@ -61,16 +75,32 @@ class Report:
         return dict(counts)
 
     def __str__(self) -> str:
-        rows = [
-            (line.count, line.function, "replaced" if line.replaced else f"left to torch: {line.reason}")
-            for line in self.lines
-        ]
-        rows += [
-            (count, name, "run by compiled code, or called by its own name") for name, count in self.operators.items()
-        ]
+        rows = [(line.count, line.function, _note(line)) for line in self.lines]
+        for name, count in self.operators.items():
+            compiled = self.compiled.get(name, 0)
+            rows += [(compiled, name, "run by compiled code")] if compiled else []
+            rows += [(count - compiled, name, "called by its own name")] if count > compiled else []
         width = max([len(name) for _, name, _ in rows], default=0)
         table = [f"{count:>8} x {name:<{width}}  {note}" for count, name, note in rows]
         return "\n".join(table) or "nothing was called that isograd computes"
+
+
+def _note(line: Line) -> str:
+    graphs = f"; compiled, {line.graphs} graph{'s' if line.graphs > 1 else ''}" if line.graphs else ""
+    return f"replaced{graphs}" if line.replaced else f"left to torch{graphs}: {line.reason}"
+
+
+_CALLS = (OpOverload.__call__.__code__, OpOverloadPacket.__call__.__code__)
+
+
+def _is_called_by_name() -> bool:
+    """Whether the operator that a mode is asked for was called by a function of this package, or by its packet."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in _CALLS:
+        frame = frame.f_back
+    if frame is None or frame.f_back is None:
+        return False  # compiled code that is no Python
+    return frame.f_code is _CALLS[1] or frame.f_back.f_code.co_filename.startswith(os.path.dirname(__file__))
 
 
 _lock = threading.RLock()  # a signal handler or a finalizer may call torch while it is held
@@ -136,6 +166,9 @@ class Switch(TorchFunctionMode):
         super().__init__()
         self._counts: Counter[tuple[str, bool, str]] = Counter()
         self._operators: Counter[str] = Counter()
+        self._compiled: Counter[str] = Counter()  # those of the operators that compiled code called
+        self._graphs: list[Counter[tuple[str, bool, str]]] = []  # what each compilation traced
+        self._compilation: tuple[Any, int] | None = None  # the last one, and its attempt
 
     def __enter__(self) -> Self:
         for mode in modes.stack():
@@ -160,10 +193,13 @@ class Switch(TorchFunctionMode):
         """The calls so far, over every block that this switch was used for."""
         with _lock:
             lines = [Line(*key, count) for key, count in self._counts.items()]
-            operators = dict(self._operators)
+            for key in dict.fromkeys([key for graph in self._graphs for key in graph]):
+                counts = [graph[key] for graph in self._graphs if key in graph]
+                lines.append(Line(f"{key[0]} (compiled)", *key[1:], sum(counts), len(counts)))
+            operators, compiled = dict(self._operators), dict(self._compiled)
         if _NOT_HELD:
             lines.insert(0, Line("torch.utils.checkpoint.checkpoint", False, f"recomputation: {_NOT_HELD}", 0))
-        return Report(tuple(lines), operators)
+        return Report(tuple(lines), operators, compiled)
 
     def _count(self, function: str, replaced: bool, reason: str = "") -> None:
         if torch.compiler.is_compiling():
@@ -180,10 +216,17 @@ class Switch(TorchFunctionMode):
     def _count_traced(self, function: str, replaced: bool, reason: str) -> None:
         # torch.compile calls this while it traces, and leaves it out of the graph. A switch made inside the compiled
         # function is a stand-in without fields while that is traced.
-        counts = getattr(self, "_counts", None)
-        if counts is not None:
-            with _lock:
-                counts[f"{function} (compiled)", replaced, reason] += 1
+        if getattr(self, "_graphs", None) is None:
+            return
+        with _lock:
+            context = CompileContext.try_get()
+            compilation = context, getattr(context, "attempt", 0)
+            if self._compilation is None or self._compilation[0] is not context:
+                self._graphs.append(Counter())
+            elif self._compilation != compilation:  # it begins anew, as after a break of the graph
+                self._graphs[-1].clear()
+            self._compilation = compilation
+            self._graphs[-1][function, replaced, reason] += 1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_compiling():
@@ -208,6 +251,8 @@ class Switch(TorchFunctionMode):
             if not self._comes_again():
                 with _lock:
                     self._operators[func._schema.name] += 1
+                    if not _is_called_by_name():
+                        self._compiled[func._schema.name] += 1
         elif func in OPENED_BACKWARDS and all(map(is_plain, types)):
             with self:
                 return OPENED_BACKWARDS[func](*args, **kwargs)
@@ -293,8 +338,8 @@ def use(function: Function | None = None) -> Switch | Function:
     checkpoint of `torch.utils.checkpoint` that was made in it, wherever the gradient is computed; for checkpoints of
     other libraries compute the gradient in the block.
 
-    What torch.compile traces inside it, checkpoints included, is replaced too and counted once for each trace; what
-    compiled code runs later is counted by the operators' names. Inductor fuses the elementwise operations between those
+    What torch.compile traces inside it, checkpoints included, is replaced too and counted once for each graph; what
+    compiled code runs is counted by the operators' names, also where another block's switch met the trace. Inductor fuses the elementwise operations between those
     to other bits than eager mode has. TorchScript is out of reach and not listed.
     """
     switch = _Traced() if torch.compiler.is_compiling() else Switch()

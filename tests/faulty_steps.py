@@ -47,13 +47,13 @@ class Model(nn.Module):
         return {"y": x, "layers": len(self.layers)}
 
 
-def made(fault=None, layer=0):
+def made(fault=None, layer=0, device="cpu"):
     """(model, optimizer, step), the same at every call but for the fault."""
     torch.manual_seed(0)
-    model = Model()
+    model = Model().to(device)
     model.layers[layer].fault = fault
     optimizer = torch.optim.AdamW(model.parameters())
-    x = torch.randn(6, 4)
+    x = torch.randn(6, 4).to(device)
 
     def step():
         loss = model(x)["y"].square().sum()
