@@ -25,7 +25,7 @@ KINDS = {
     "forward": "forward",
     "recompute": "recomputation in backward",
     "backward": "backward",
-    "gradient": "gradient as it was accumulated",
+    "gradient": "gradient of a parameter",
     "step": "gradient that the optimizer was given",
     "parameter": "after the step",
     "end": "at the end",

@@ -61,7 +61,7 @@ def test_the_first_difference(cli, file):
     assert "Of 7 records that both have 2 differ" in done.stdout
     assert "settings.tf32: False in a, True in b" in done.stdout
     assert "time 2" not in done.stdout
-    assert "gradient as it was accumulated: a.weight, gradient, time 2" in cli("diff", a, b, "--list", 5).stdout
+    assert "gradient of a parameter: a.weight, gradient, time 2" in cli("diff", a, b, "--list", 5).stdout
     found = json.loads(cli("diff", a, b, "--json").stdout)
     assert (found["same"], found["first"], len(found["differ"]), found["order"]) == (False, 3, 2, None)
 
@@ -73,7 +73,7 @@ def test_another_sequence_and_a_file_that_was_cut_off(cli, file):
     assert done.exit_code == 1
     assert "part at record 2, where they do other things:\n  a: forward: a, input[0]\n  b: forward: c" in done.stdout
     assert "0 are in a alone and 1 in b alone" in done.stdout
-    assert "first with another value is:\n  gradient as it was accumulated: a.weight" in done.stdout
+    assert "first with another value is:\n  gradient of a parameter: a.weight" in done.stdout
     cut = file("cut", HEADER, *RECORDS)
     cut.write_bytes(cut.read_bytes()[:-9])
     done = cli("diff", a, cut)

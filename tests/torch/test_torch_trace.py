@@ -217,7 +217,7 @@ def test_an_exception_leaves_no_hook_and_a_readable_file(tmp_path, given):
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
         assert not module._forward_hooks_always_called
-    assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
+    assert all(not p._backward_hooks for p in model.parameters())
     found = trace_file.read(tmp_path / "a")
     assert found.end["error"] == "ZeroDivisionError"
     assert keys(found)[-1] == ("forward", "layers.1.up", "output")

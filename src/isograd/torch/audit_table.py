@@ -26,7 +26,7 @@ TIES = "which of equal elements comes first is open"
 ALGORITHM = "the library chooses among algorithms, of which some add in the order in which threads come"
 
 _USE = "run the step under `igt.use()`"
-_FIXED = "keep shapes the same: one micro-batch size for every split, padded sequences, one kind of machine"
+_FIXED = "one kind of machine, and micro-batches of one shape, summed by `igt.distributed.GradientSum`"
 _DETERMINISTIC = "`torch.use_deterministic_algorithms(True)` fixes the order on one kind of machine"
 
 TABLE = (
@@ -61,7 +61,7 @@ TABLE = (
     Row(
         ELEMENTWISE,
         "_fused_adam _fused_adamw _fused_sgd _fused_adagrad addcdiv addcmul lerp",
-        "one kind of machine for the whole run: torch's optimizers round differently on others",
+        "in an optimizer, `igt.optim.AdamW`, `igt.optim.SGD` or `igt.optim.Lion`",
     ),
     Row(
         ELEMENTWISE,
@@ -94,9 +94,10 @@ TABLE = (
         f"`igt.scaled_dot_product_attention`, or {_USE}",
     ),
     Row(SUM, "nll_loss_forward nll_loss_backward", f"`igt.cross_entropy`, or {_USE}"),
+    Row(SUM, "norm linalg_vector_norm", "of gradients, `igt.clip_grad_norm_`"),
     Row(
         SUM,
-        "sum mean nansum prod var var_mean std std_mean norm linalg_vector_norm logsumexp _logcumsumexp "
+        "sum mean nansum prod var var_mean std std_mean logsumexp _logcumsumexp "
         "native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward "
         "native_batch_norm native_batch_norm_backward cudnn_batch_norm cudnn_batch_norm_backward "
         "_native_batch_norm_legit _native_batch_norm_legit_no_training batch_norm_backward _batch_norm_with_update "
@@ -157,12 +158,12 @@ COLLECTIVES = {
     "reduce_scatter_tensor_coalesced",
 }
 COLLECTIVE = "adds floats of all ranks in an order that depends on their number, the network and the library"
-COLLECTIVE_HINT = "the same number of ranks, or sums of integers"
+COLLECTIVE_HINT = "of gradients, `igt.distributed.GradientSum`"
 RANDOM = "depends on the state of a generator, which differs between batch splits, devices and numbers of ranks"
 SEED = "seed before the run, and draw for the whole batch whatever its split"
 UNKNOWN = "nothing is known of this operator"
 UNKNOWN_HINT = "see whether its sums have a fixed order, or compare two runs with `igt.trace`"
 # The addition of a gradient to what a micro-batch before has left.
 ACCUMULATION = "adds the gradients of micro-batches in floats: their number and order show in the sum"
-ACCUMULATION_HINT = "one backward pass a step, or a sum that is exact"
+ACCUMULATION_HINT = "`igt.distributed.GradientSum`"
 ROWS = {name: row for row in TABLE for name in row.names.split()}

@@ -339,8 +339,9 @@ def use(function: Function | None = None) -> Switch | Function:
     other libraries compute the gradient in the block.
 
     What torch.compile traces inside it, checkpoints included, is replaced too and counted once for each graph; what
-    compiled code runs is counted by the operators' names, also where another block's switch met the trace. Inductor fuses the elementwise operations between those
-    to other bits than eager mode has. TorchScript is out of reach and not listed.
+    compiled code runs is counted by the operators' names, also where another block's switch met the trace. Inductor
+    fuses the elementwise operations between those to other bits than eager mode has. TorchScript is out of reach and
+    not listed.
     """
     switch = _Traced() if torch.compiler.is_compiling() else Switch()
     return switch if function is None else switch(function)

@@ -3,6 +3,7 @@
 import os
 import platform
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -44,7 +45,7 @@ class Trace:
         self._handles: list[Any] = []
         self._parameters: dict[Tensor, str] = {}
         self._stepped = False
-        self._last: tuple[Any, int, digests.Leaf] | None = None
+        self._last: tuple[weakref.ref[Tensor], int, digests.Leaf] | None = None
         self._calls = ModuleCalls(model, entered=self._entered, left=self._left, found=self._found)
 
     # --- the block ---------------------------------------------------------------------------------------------------
@@ -97,9 +98,8 @@ class Trace:
             if parameter not in self._parameters:
                 name = self._parameters[parameter] = prefix + unwrapped(path, root)
                 self._write_all("start", name, "parameter", parameter)
-                if parameter.requires_grad and parameter.is_leaf:
-                    hook = not_compiled(self._accumulated)
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                if parameter.requires_grad:
+                    self._watch_gradient(parameter, "gradient", name, "gradient")
         for path, buffer in root.named_buffers():
             self._write_all("start", prefix + unwrapped(path, root), "buffer", buffer)
 
@@ -116,22 +116,19 @@ class Trace:
     def _watch_gradients(self, call: Call, part: str, value: Any) -> None:
         for path, found in digests.walk(value):
             if isinstance(found, Tensor) and found.requires_grad and found not in self._parameters:
-                self._watch_gradient(found, call.name, f"gradient of {part}{path}", call.number)
+                self._watch_gradient(found, "backward", call.name, f"gradient of {part}{path}", call.number)
 
-    def _watch_gradient(self, tensor: Tensor, name: str, part: str, number: int) -> None:
+    def _watch_gradient(self, tensor: Tensor, kind: str, name: str, part: str, number: int = 0) -> None:
         def hook(gradient: Tensor) -> None:
-            # The hooks of one tensor follow each other and see the same gradient.
-            if self._last is None or self._last[0] is not gradient or self._last[1] != gradient._version:
-                self._last = gradient, gradient._version, digests.tensor(gradient)
-            self._write("backward", name, part, self._last[2], number)
+            # The hooks of one tensor follow each other and see the same gradient. Autograd copies one that it would
+            # keep as it is, if somebody else had it.
+            if self._last is None or self._last[0]() is not gradient or self._last[1] != gradient._version:
+                self._last = weakref.ref(gradient), gradient._version, digests.tensor(gradient)
+            self._write(kind, name, part, self._last[2], number)
 
         self._handles.append(tensor.register_hook(not_compiled(hook)))  # type: ignore[no-untyped-call]
 
     # --- parameters --------------------------------------------------------------------------------------------------
-    def _accumulated(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            self._write_all("gradient", self._parameters[parameter], "gradient", parameter.grad)
-
     def _write_gradients(self, kind: str) -> None:
         for parameter, name in self._parameters.items():
             if parameter.grad is not None:
@@ -224,7 +221,7 @@ def trace(path: str | os.PathLike[str], model: Module | None = None, optimizer: 
 
     A record is a SHA-256 over dtype, shape and bytes, of, in this order: every parameter and buffer before the step;
     the inputs and outputs of every call of a module; in backward the gradients of those tensors, each with all that
-    flows into it, and the gradient of every parameter as it is accumulated; the gradients that an optimizer is given,
+    flows into it, and the gradient that each pass has for every parameter; the gradients that an optimizer is given,
     then the parameters and its state after the step. Where no optimizer steps in the block, gradients and parameters
     are recorded at its end. Of a DTensor the local part is digested, with its placements. What a checkpoint
     recomputes in backward is marked. The file begins with versions, devices, settings and the states of torch's
