@@ -1,6 +1,7 @@
 """`isograd.torch.audit()`: the class of every operator that a step runs, and where it ran."""
 
 import contextlib
+import io
 import json
 import re
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch
 import torch.distributed
 import torch.nn.functional as F  # noqa: N812
 from faulty_steps import made
+from rich.console import Console
 from steps import at_step, interrupt
 from test_torch_trace import hooks
 from torch import nn
@@ -62,6 +64,9 @@ def test_a_step_without_findings_is_order_free():
         "order-free: the bits depend on none of the run, the batch split, the machine and the number"
     )
     assert "isograd::softmax 1" in text
+    console = Console(width=80, force_terminal=True, file=io.StringIO())
+    console.print(report)
+    assert "\x1b[1morder-free: " in console.file.getvalue()
     assert {e.kind for e in report.entries} == {Class.ORDER_FREE, Class.EXACT}
 
 

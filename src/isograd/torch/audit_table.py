@@ -150,12 +150,13 @@ TABLE = (
     Row(TIES, "sort argsort kthvalue median nanmedian mode", "`stable=True`, where the function has it"),
 )
 
-# Collectives that add; all others move data.
+# By namespace, operators that add over ranks; all others in it move data.
 COLLECTIVES = {
     "c10d": "allreduce_ allreduce_coalesced_ reduce_ reduce_scatter_ _reduce_scatter_base_ "
     "reduce_scatter_tensor_coalesced_",
     "_c10d_functional": "all_reduce all_reduce_ all_reduce_coalesced all_reduce_coalesced_ reduce_scatter_tensor "
     "reduce_scatter_tensor_coalesced",
+    "fsdp": "",
 }
 COLLECTIVE = "adds floats of all ranks in an order that depends on their number, the network and the library"
 COLLECTIVE_HINT = "of gradients, `igt.distributed.GradientSum`"

@@ -98,8 +98,9 @@ def _add(sha: Any, value: Tensor) -> str:
         if placements is not None:
             described += f"{list(placements)}"
         sha.update(described.encode())
-        for attribute in value.__tensor_flatten__()[0]:
-            _add(sha, getattr(value, attribute))
+        for attribute in value.__tensor_flatten__()[0]:  # a DTensor has a mesh among them
+            if isinstance(part := getattr(value, attribute), Tensor):
+                _add(sha, part)
         return described
     if value.layout in _SPARSE:
         sha.update(f"{described} {value.layout}".encode())

@@ -44,6 +44,11 @@ def _innermost(module: Module) -> Module:
     return module
 
 
+def _type_name(module: Module) -> str:
+    """The name of a module's type, without what `fully_shard` makes of it."""
+    return next(kind.__name__ for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed."))
+
+
 def _is_compiled(module: Module) -> bool:
     """Whether a call of a module runs what torch.compile made of it."""
     if eval_frame._stance.stance == "force_eager" or torch._dynamo.config.disable:
@@ -118,7 +123,7 @@ class ModuleCalls:
 
     def _hook(self, root: Module) -> str:
         """Hook a tree of modules; the name of its root."""
-        name, prefix = type(_innermost(root)).__name__, ""
+        name, prefix = _type_name(_innermost(root)), ""
         if self._roots:
             taken = set(self.names.values())
             number = next(n for n in range(1, len(taken) + 2) if (f"{name}#{n}" if n > 1 else name) not in taken)
