@@ -104,18 +104,12 @@ with default_environment():
     from isograd.losses.divergence_api import (
         distillation_loss,
         distillation_loss_backward,
-        kl_div,
-        kl_div_backward,
     )
     from isograd.losses.divergence_plans import (
         DistillationLossBackwardDescriptor,
         DistillationLossBackwardPlan,
         DistillationLossDescriptor,
         DistillationLossPlan,
-        KlDivBackwardDescriptor,
-        KlDivBackwardPlan,
-        KlDivDescriptor,
-        KlDivPlan,
     )
     from isograd.losses.linear_plans import (
         LinearCrossEntropyDescriptor,
@@ -234,10 +228,6 @@ __all__ = [
     "IsogradError",
     "Kernel",
     "KernelSku",
-    "KlDivBackwardDescriptor",
-    "KlDivBackwardPlan",
-    "KlDivDescriptor",
-    "KlDivPlan",
     "LinearCrossEntropyDescriptor",
     "LinearCrossEntropyGradientDescriptor",
     "LinearCrossEntropyGradientPlan",
@@ -306,8 +296,6 @@ __all__ = [
     "greater",
     "greater_equal",
     "kernels",
-    "kl_div",
-    "kl_div_backward",
     "less",
     "less_equal",
     "linear_cross_entropy",

@@ -10,6 +10,16 @@ from isograd.ops.gumbel_softmax.operation import (
     GumbelSoftmaxDescriptor,
     GumbelSoftmaxPlan,
 )
+from isograd.ops.kl_div.api import (
+    kl_div,
+    kl_div_backward,
+)
+from isograd.ops.kl_div.operation import (
+    KlDivBackwardDescriptor,
+    KlDivBackwardPlan,
+    KlDivDescriptor,
+    KlDivPlan,
+)
 from isograd.ops.rmsnorm.api import (
     rmsnorm,
     rmsnorm_backward,
@@ -52,6 +62,10 @@ __all__ = [
     "GumbelSoftmaxBackwardPlan",
     "GumbelSoftmaxDescriptor",
     "GumbelSoftmaxPlan",
+    "KlDivBackwardDescriptor",
+    "KlDivBackwardPlan",
+    "KlDivDescriptor",
+    "KlDivPlan",
     "LogSoftmaxBackwardDescriptor",
     "LogSoftmaxBackwardPlan",
     "LogSoftmaxDescriptor",
@@ -70,6 +84,8 @@ __all__ = [
     "SparsemaxPlan",
     "gumbel_softmax",
     "gumbel_softmax_backward",
+    "kl_div",
+    "kl_div_backward",
     "log_softmax",
     "log_softmax_backward",
     "rmsnorm",

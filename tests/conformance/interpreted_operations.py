@@ -6,6 +6,7 @@ Prints the number of cases of each operation and of those that differ. Not a tes
 is imported.
 """
 
+import inspect
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -57,17 +58,22 @@ def compared(name: str) -> Iterator[tuple[str, bool]]:
     chosen = few(4, list(enumerate(NUMPY)), list(enumerate(SHAPES)))
     cases = [(dtype, *shape, (seed, i), i + seed) for (seed, dtype), (i, shape) in chosen]
     cases += [("float32", shape, 1, None, (0, i), i) for shape in EMPTY for i in range(4)]  # each choice of options
+    if op.least_rank == 0:  # one element, and sums in several chunks
+        cases += [(dtype, shape, 0, None, (1, i), i) for i, dtype in enumerate(NUMPY) for shape in ((), (2100,))]
     for dtype, shape, axis, size, seed, i in cases:
         rng = np.random.default_rng(seed)
         flavour, settings, given = FLAVOURS[i % 5], settings_of(op, axis, i), options(op, i)
         made = inputs(op, rng, flavour, shape, dtype, settings, given)
+        if i % 3 == 0:  # memory in another order
+            made[op.problem] = np.asfortranarray(made[op.problem])
         problem = descriptor(op, shape, dtype, settings, given)
+        tile = {"size": size} if "size" in inspect.signature(launch).parameters else {}
         # Into memory that held something else.
         outputs = {
             o.name: torch.full(o.shape, 7, dtype=getattr(torch, o.dtype)) for o in problem.operands() if o.output
         }
         with np.errstate(all="ignore"):
-            launch(problem, **{key: to_torch(a) for key, a in made.items()}, **outputs, size=size)
+            launch(problem, **{key: to_torch(a) for key, a in made.items()}, **outputs, **tile)
         for (key, got), right in zip(outputs.items(), expected(op, made, settings, given), strict=True):
             differing = int((bits(got) != bits(right)).sum())
             label = f"{dtype} {shape} {flavour} {settings} {given} {size}: {key}"

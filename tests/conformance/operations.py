@@ -36,6 +36,11 @@ def values(rng: Any, flavour: str, shape: tuple[int, ...], dtype: Any) -> Any:
         return np.asarray(x).astype(dtype)
 
 
+def axis_of(settings: Any, shape: Any) -> int:
+    """The axis of settings counted from the front; the last one where they have none."""
+    return int(settings.get("axis", -1)) % max(len(shape), 1)
+
+
 def options(op: Operation, i: int) -> list[str]:
     """The optional arrays of the i-th choice: all, none, or one."""
     return [list(op.optional), [], list(op.optional[:1]), list(op.optional[1:])][i % 4]
@@ -48,7 +53,9 @@ def inputs(op: Operation, rng: Any, flavour: str, shape: Any, dtype: str, settin
         if array.optional and key not in given:
             continue
         of = NUMPY[compute_dtype(dtype) if array.compute else dtype]
-        made[key] = values(rng, flavour, array.shape(shape, settings["axis"] % len(shape)), of)
+        made[key] = values(rng, flavour, array.shape(shape, axis_of(settings, shape), op.reduction(settings)), of)
+        if key == "target" and flavour == "normal":  # probabilities are positive
+            made[key] = np.abs(made[key]) + np.asarray(0.1, of)
         if isinstance(array, AlongAxis) and flavour == "offset":  # a weight near one
             made[key] = np.asarray(1 + made[key].astype(np.float64) * 1e-5).astype(of)
     if root is not None:
@@ -78,7 +85,7 @@ def settings_of(op: Operation, axis: int, i: int = 0) -> dict[str, Any]:
     for step, (key, a) in enumerate(op.attributes.items(), 1):
         values = _accepted(a)
         chosen[key] = values[i * step % len(values)]
-    return chosen | {"axis": axis}
+    return chosen | ({"axis": axis} if "axis" in op.attributes else {})
 
 
 def spelled(op: Operation, settings: Any) -> list[Any]:
@@ -140,7 +147,8 @@ def wrong_of(op: Operation) -> dict[str, tuple[Any, ...]]:
             if len(op.inputs) == 1 or not any(isinstance(a, Like | PerRow) for k, a in op.inputs.items() if k != key):
                 wrong[key] += (np.zeros([1] * 9, np.float32),)
         else:
-            wrong[key] = (good[:1], good.astype(np.float64), *([] if array.optional else [None]))
+            shorter = good[:1] if good.ndim else good.reshape(1)
+            wrong[key] = (shorter, good.astype(np.float64), *([] if array.optional else [None]))
     for key, attribute in op.attributes.items():
         if key in inspect.signature(getattr(ig, op.name)).parameters:
             wrong[key] = (7, 0.5) if attribute.kind == "int" else ("a", -1.0)

@@ -199,11 +199,11 @@ def test_two_graphs_serve_any_number_of_rows(name):
 
     made, settings, given = problem(name, 1, (12, 6))
     args = arguments(name, made, settings, given)
-    like = list(OPERATIONS[name].inputs).index(OPERATIONS[name].problem)
+    cut = [i for i, a in enumerate(OPERATIONS[name].inputs.values()) if isinstance(a, Like)]
     torch._dynamo.reset()
 
     def step(rows):
-        return several(operator(name)(*args[:like], args[like][:rows], *args[like + 1 :]))[0]
+        return several(operator(name)(*[a[:rows] if i in cut else a for i, a in enumerate(args)]))[0]
 
     compiled = torch.compile(step, backend=backend, fullgraph=True)
     for rows in range(2, 10):
@@ -265,13 +265,14 @@ def test_shards_of_rows_are_computed_alone(mesh, name):
     op = OPERATIONS[name]
     if op.ordered:
         pytest.skip("what a part is depends on where it is")
-    settings, weighted = settings_of(op, 1), options(op, 2)
+    reduction = {"reduction": "none"} if "reduction" in op.attributes else {}
+    settings, weighted = settings_of(op, 1) | reduction, options(op, 2)
     made = inputs(op, np.random.default_rng(0), "normal", (4, 6), "float32", settings, weighted)
     whole = arguments(name, made, settings, [])
     given = list(whole)
     for i, (array, t) in enumerate(zip(op.inputs.values(), whole, strict=False)):
         if t is not None:
-            place = array.place(1, 0)
+            place = array.place(1, 0, op.reduction(settings))
             local = t if place is None else t.chunk(2, place)[0].contiguous()
             placements = [Replicate() if place is None else Shard(place)]
             given[i] = DTensor.from_local(local, mesh, placements, run_check=False)

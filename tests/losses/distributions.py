@@ -7,6 +7,7 @@ import numpy as np
 
 from isograd.losses import divergence_reference
 from isograd.ops.gumbel_softmax import reference as gumbel_reference
+from isograd.ops.kl_div import reference as kl_reference
 from isograd.ops.softmax import reference as softmax_reference
 from isograd.ops.sparsemax import reference as sparsemax_reference
 
@@ -25,7 +26,7 @@ def work(dtype):
 
 
 def reference(operation: str) -> Any:
-    for module in (divergence_reference, gumbel_reference, sparsemax_reference):
+    for module in (divergence_reference, gumbel_reference, kl_reference, sparsemax_reference):
         if hasattr(module, operation):
             return getattr(module, operation)
     raise AssertionError(operation)

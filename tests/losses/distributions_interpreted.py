@@ -75,29 +75,6 @@ def expected(operation: str, *arguments: Any, **options: Any) -> Any:
         return reference(operation)(*arguments, **options)
 
 
-def kl(backward: bool) -> Iterator[Case]:
-    shapes = ((40,), (3, 50), (2, 3, 4), (), (2100,))
-    reductions = ("none", "sum", "mean", "batchmean")
-    for (seed, dtype), shape, (i, reduction) in few(5, list(enumerate(NUMPY)), shapes, list(enumerate(reductions))):
-        rng = np.random.default_rng((seed, i))
-        log_target = bool((i + seed) % 2)
-        x, t = (values(rng, FLAVOURS[(i + seed) % 5], shape, NUMPY[dtype]) for _ in range(2))
-        if len(shape) == 2:
-            x, t = x.T, np.ascontiguousarray(t.T)  # layouts that do not merge
-        options: dict[str, Any] = {"reduction": reduction, "log_target": log_target}
-        fields = (x.shape, dtype, reduction, log_target)
-        label = f"{dtype} {shape} {options}"
-        if not backward:
-            got = run(launch.kl_div, divergence.KlDivDescriptor(*fields), {"input": x, "target": t})
-            yield label, got, expected("kl_div", x, t, **options)
-            continue
-        wrt = "target" if i % 2 else "input"
-        g = values(rng, "normal", x.shape if reduction == "none" else (), NUMPY[compute_dtype(dtype)])
-        descriptor = divergence.KlDivBackwardDescriptor(*fields, wrt)
-        got = run(launch.kl_div_backward, descriptor, {"dloss": g, "input": x, "target": t})
-        yield f"{label} {wrt}", got, expected("kl_div_backward", g, x, t, wrt=wrt, **options)
-
-
 def distillation(top: bool, backward: bool) -> Iterator[Case]:
     for (seed, dtype), (i, (shape, size)) in few(4, list(enumerate(NUMPY)), list(enumerate(ROWS))):
         yield distilled(top, backward, (seed, i), dtype, FLAVOURS[(i + seed) % 5], shape, size)
@@ -171,8 +148,6 @@ def faults() -> Iterator[Case]:
 
 
 SUITES: dict[str, Any] = {
-    "kl": lambda: kl(False),
-    "kl_backward": lambda: kl(True),
     "distillation": lambda: distillation(False, False),
     "distillation_backward": lambda: distillation(False, True),
     "top": lambda: distillation(True, False),

@@ -8,6 +8,7 @@ from distributions import DTYPES, log_softmax, named, softmax, work
 import isograd as ig
 from isograd.losses import divergence_reference
 from isograd.ops.gumbel_softmax import reference as gumbel_reference
+from isograd.ops.kl_div import reference as kl_reference
 from isograd.ops.sparsemax import reference as sparsemax_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in cast:RuntimeWarning")
@@ -33,7 +34,7 @@ def bound_of(operation, dtype):
 
 
 def oracle(operation):
-    for module in (divergence_reference, gumbel_reference, sparsemax_reference):
+    for module in (divergence_reference, gumbel_reference, kl_reference, sparsemax_reference):
         if hasattr(module, f"oracle_{operation}"):
             return getattr(module, f"oracle_{operation}")
     raise AssertionError(operation)

@@ -21,15 +21,13 @@ from isograd.reduction import cuda as reduction  # noqa: E402
 SCRIPT = Path(__file__).parent / "distributions_interpreted.py"
 # suite: its cases, and those of an exhaustive run
 CASES = {
-    "kl": (16, 80),
-    "kl_backward": (16, 80),
     "distillation": (7, 25),
     "distillation_backward": (7, 25),
     "top": (7, 25),
     "top_backward": (7, 25),
     "faults": (16, 16),
 }
-QUICK = ("kl", "distillation", "faults")
+QUICK = ("distillation", "faults")
 
 
 @pytest.mark.parametrize("exhaustive", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["few", "all"])
@@ -43,8 +41,6 @@ def test_interpreter_returns_the_bits_of_the_reference(interpret: Any, suite: st
 # dtype, rows, columns: rows that a tile holds, rows of doubles, rows in passes
 PROBLEMS = {"rows": ("bfloat16", 64, 1024), "doubles": ("float64", 64, 250), "long rows": ("float32", 8, 100_000)}
 OPERATIONS = (
-    "kl_div",
-    "kl_div_backward",
     "distillation_loss",
     "distillation_loss_backward",
     "top_loss",
@@ -56,13 +52,7 @@ def call(operation: str, problem: str) -> Any:
     """A function that launches an operation."""
     name, count, n = PROBLEMS[problem]
     shape, dtype, work = (count, n), getattr(torch, name), getattr(torch, compute_dtype(name))
-    x, loss = torch.zeros(shape, dtype=dtype), torch.zeros((), dtype=work)
-    if operation == "kl_div":
-        descriptor: Any = ig.KlDivDescriptor(shape, name)
-        return lambda: launch.kl_div(descriptor, {"input": x, "target": x, "loss": loss})
-    if operation == "kl_div_backward":
-        descriptor = ig.KlDivBackwardDescriptor(shape, name, wrt="target")
-        return lambda: launch.kl_div_backward(descriptor, {"dloss": loss, "input": x, "target": x, "dx": x})
+    x = torch.zeros(shape, dtype=dtype)
     top, backward = operation.startswith("top"), operation.endswith("backward")
     kind = ig.DistillationLossBackwardDescriptor if backward else ig.DistillationLossDescriptor
     descriptor = kind(shape, name, classes=8 if top else None, reduction="none").validated()

@@ -97,7 +97,7 @@ FUNCTIONS = [
         [(X, X, ROWS)],
         [((X, X, FAR), "targets"), ((X, X[:, :2], ROWS), "weight"), ((X, X, ROW), "targets")],
     ),
-    ("kl_div", [(X, X.exp())], [((X, X[:1]), "input has shape"), ((X, X.double()), "target has dtype")]),
+    ("kl_div", [(X, X.exp())], [((X, X[:1]), "target has shape"), ((X, X.double()), "target has dtype")]),
     ("distillation_loss", [(X, X)], [((X, X[:1]), ""), ((X, X, -1.0), "temperature is")]),
     ("sparsemax", [(X,)], [((X, 7), "dim is 7"), ((HIGH,), ""), ((INTEGERS,), "input has dtype")]),
     ("moe_router", [(X, 2)], [((X, 9), "k is 9"), ((INTEGERS, 1), "logits has dtype"), ((HIGH, 1), "")]),

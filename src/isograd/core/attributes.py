@@ -129,6 +129,13 @@ class Choice(Attribute):
         return value
 
 
+class Reduction(Choice):
+    """What becomes of losses: their mean, their sum over the first dimension's size, their sum, or all as they are."""
+
+    def __init__(self) -> None:
+        super().__init__("mean", "batchmean", "sum", "none")
+
+
 class Word(Attribute):
     """An integer from 0 to 2^64 - 1 that varies by call. counts: whether it is the number of the first element."""
 

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from isograd.core.attributes import Word
 from isograd.core.operands import Array as Operand
-from isograd.core.operands import Like, PerRow
 from isograd.core.operation import Operation
 from isograd.numerics import random
 from isograd.numerics import reference as ref
@@ -151,14 +150,14 @@ class _Rows:
 
     def _moved(self, case: Case, along: Callable[[Array, int], Array], across: Callable[[Array, int], Array]) -> Change:
         """A change of the axis (`along`) and of the first other axis (`across`) in whatever has them."""
-        like = case.inputs[self._op.problem]
+        like, reduction = case.inputs[self._op.problem], self._op.reduction(case.options)
         axis = int(case.options.get("axis", -1)) % like.ndim
         dim = 0 if axis else 1
 
         def moved(array: Array, kind: Operand) -> Array:
-            if not isinstance(kind, PerRow):
-                array = along(array, axis if isinstance(kind, Like) else 0)
-            place = kind.place(axis, dim)
+            if (place := kind.place(axis, axis, reduction)) is not None:
+                array = along(array, place)
+            place = kind.place(axis, dim, reduction)
             return array if place is None or like.ndim == 1 else across(array, place)
 
         kinds = [a for key, a in self._op.outputs.items() if not a.optional or case.options.get(key)]
@@ -179,7 +178,7 @@ class _Rows:
 
     def batch(self, case: Case) -> Iterator[Change]:
         """The first row, the first rows and the last ones alone, where no result is a sum over rows."""
-        if self._op.sums_rows(case.options):
+        if not self._op.has_parts(case.options):
             return
 
         def one(array: Array, axis: int) -> Array:

@@ -13,7 +13,7 @@
 Names say what belongs together. The vjp of an operation is another one, whose inputs are called like inputs and outputs
 of the first, or `d` and the name of an output for its gradient; its outputs are `d` and the names of inputs. An
 attribute that both have is handed on. An output without a gradient among them has none. A vjp of one input may call its
-output as it likes.
+output as it likes, and so may one that computes a single gradient, of the input that its attribute `wrt` names.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dataclasses import field, make_dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
 from isograd import registry
-from isograd.core.attributes import Attribute
-from isograd.core.operands import AlongAxis, Array, Like
+from isograd.core.attributes import Attribute, Choice
+from isograd.core.operands import AlongAxis, Array, Like, Loss
 from isograd.errors import InvalidProblemError
 from isograd.fenv import default_environment
 from isograd.numerics.storage import compute_dtype
@@ -64,7 +64,7 @@ class OperationDescriptor(Descriptor):
         """Return the descriptor with plain fields and a non-negative axis, or raise what is wrong with it."""
         op = self.declared
         dtype = checked_dtype(op.name, self.dtype, op.dtypes)
-        shape = checked_shape(op.name, "shape", self.shape)
+        shape = checked_shape(op.name, "shape", self.shape, op.least_rank)
         values = [a.checked(op.name, key, getattr(self, key), shape, dtype) for key, a in op.attributes.items()]
         given = [getattr(self, key) for key in op.optional]
         for key, value in zip(op.optional, given, strict=True):
@@ -83,18 +83,19 @@ class Planned(NamedTuple):
 
 
 class Operation:
-    """An operation on rows along an attribute `axis`.
+    """An operation on rows along an attribute `axis`, or on elements.
 
     name: of the function, of the descriptor in the registry and of the torch operator. attributes, inputs, outputs: by
     name, in the order of the function's arguments and results. reference: the definition in NumPy, whose bits every
     kernel returns, and oracle: the same formula in the widest float, both called with inputs and attributes by name and
     returning the outputs, those of an optional output only where it is asked for. bound: (dtype, inputs, attributes) ->
     a bound on the error of every output; formula: the same for people. vjp: the operation that computes the gradients
-    of the inputs. symmetric: whether its Jacobian is, so that the vjp serves as the jvp too. linear: the input of a
-    gradient that it is linear in, with a symmetric Jacobian, while nothing else has a derivative. straight_through: the
-    attributes whose other values change the outputs and leave the gradient as it is: the vjp reads the outputs for
-    these. ordered: whether the place of an element matters, as it does to noise that belongs to places. padding: what a
-    row may be made longer with. dtypes: of the problem.
+    of the inputs. problem: the input that has the problem's shape and dtype. symmetric: whether its Jacobian is, so
+    that the vjp serves as the jvp too. linear: the input of a gradient that it is linear in, with a symmetric Jacobian,
+    while nothing else has a derivative. straight_through: the attributes whose other values change the outputs and
+    leave the gradient as it is: the vjp reads the outputs for these. ordered: whether the place of an element matters,
+    as it does to noise that belongs to places. padding: what a row may be made longer with. least_rank, dtypes: of the
+    problem.
     """
 
     def __init__(
@@ -109,22 +110,24 @@ class Operation:
         bound: Callable[..., Any],
         formula: str,
         vjp: str | None = None,
+        problem: str | None = None,
         symmetric: bool = False,
         linear: str | None = None,
         straight_through: Mapping[str, Any] | None = None,
         ordered: bool = False,
         padding: float | None = None,
+        least_rank: int = 1,
         dtypes: tuple[str, ...] = DTYPES,
     ) -> None:
         self.name, self.attributes, self.inputs, self.outputs = name, attributes, inputs, outputs
         self.reference, self.oracle, self.bound, self.formula = reference, oracle, bound, formula
         self.vjp, self.symmetric, self.linear = vjp, symmetric, linear
         self.straight_through, self.ordered = straight_through or {}, ordered
-        self.padding, self.dtypes = padding, dtypes
+        self.padding, self.least_rank, self.dtypes = padding, least_rank, dtypes
         arrays = {**inputs, **outputs}
         self.optional = tuple([key for key, a in arrays.items() if a.optional])
-        # The input that has the problem's shape and dtype; the last one, as a gradient may be expanded.
-        self.problem = [key for key, a in inputs.items() if isinstance(a, Like)][-1]
+        # The last one, as a gradient may be expanded.
+        self.problem = problem or [key for key, a in inputs.items() if isinstance(a, Like)][-1]
         self.descriptor_type = self._descriptor_type()
         self.plan_type = self._plan_type()
         # Outputs that are laid out as the problem's array.
@@ -194,24 +197,49 @@ class Operation:
 
         return of_call
 
-    def sums_rows(self, asked: Mapping[str, Any]) -> bool:
-        """Whether an output that is computed is a sum over the rows; `asked` names optional ones."""
-        return any(isinstance(a, AlongAxis) and asked.get(key, not a.optional) for key, a in self.outputs.items())
+    def has_parts(self, settings: Mapping[str, Any]) -> bool:
+        """Whether rows, or elements, are computed alone: no output is a sum over them, nor a share of their number.
+
+        settings: the attributes, and which optional outputs are asked for.
+        """
+        reduction = self.reduction(settings)
+        if any(isinstance(a, Loss) for a in self.inputs.values()) and reduction not in ("none", "sum"):
+            return False
+        return not any(
+            (isinstance(a, AlongAxis) and settings.get(key, not a.optional))
+            or (isinstance(a, Loss) and reduction != "none")
+            for key, a in self.outputs.items()
+        )
+
+    def reduction(self, settings: Mapping[str, Any]) -> str:
+        """What becomes of losses."""
+        if "reduction" not in self.attributes:
+            return "none"
+        return str(settings.get("reduction", self.attributes["reduction"].default))
 
     def gradients(self, vjp: Operation) -> dict[str, str]:
         """The outputs of the vjp, by the inputs whose gradients they are."""
-        if len(self.inputs) == 1:
-            return dict(zip(self.inputs, vjp.outputs, strict=True))
+        if len(vjp.outputs) == 1:
+            (only,) = vjp.outputs
+            if isinstance(wrt := vjp.attributes.get("wrt"), Choice):
+                return dict.fromkeys(wrt.accepted, only)
+            if len(self.inputs) == 1:
+                return dict.fromkeys(self.inputs, only)
         return {key: f"d{key}" for key in self.inputs if f"d{key}" in vjp.outputs}
 
     # --- what follows for one problem --------------------------------------------------------------------------------
     def operands(self, descriptor: Any) -> tuple[Operand, ...]:
         """The arrays of a validated descriptor: inputs, then outputs."""
-        shape, axis, compute = descriptor.shape, descriptor.axis, compute_dtype(descriptor.dtype)
+        shape, compute = descriptor.shape, compute_dtype(descriptor.dtype)
+        axis, reduction = getattr(descriptor, "axis", -1), getattr(descriptor, "reduction", "none")
         return tuple(
             [
                 Operand(
-                    key, a.shape(shape, axis), compute if a.compute else descriptor.dtype, key in self.outputs, a.over
+                    key,
+                    a.shape(shape, axis, reduction),
+                    compute if a.compute else descriptor.dtype,
+                    key in self.outputs,
+                    a.over,
                 )
                 for key, a in [*self.inputs.items(), *self.outputs.items()]
                 if not a.optional or getattr(descriptor, key)

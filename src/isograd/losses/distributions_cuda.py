@@ -1,4 +1,4 @@
-"""Divergences on NVIDIA and AMD GPUs, compiled by Triton.
+"""Distillation on NVIDIA and AMD GPUs, compiled by Triton.
 
 torch and triton are imported when a kernel runs.
 """
@@ -14,7 +14,7 @@ from isograd.registry import register_kernel
 
 
 class TritonDivergence(TritonKernel):
-    """kl_div, distillation and their gradients on a GPU; needs no workspace."""
+    """Distillation and its gradient on a GPU; needs no workspace."""
 
     def sku(self, descriptor: Any) -> KernelSku:
         """The kernel's identity."""
@@ -26,14 +26,11 @@ class TritonDivergence(TritonKernel):
         from isograd import faults
         from isograd.losses import triton_distributions_launch
 
-        if descriptor.operation.startswith("kl_div"):
-            getattr(triton_distributions_launch, descriptor.operation)(descriptor, arguments)
-            return
         triton_distributions_launch.distillation(descriptor, arguments)
         if descriptor.classes is not None:
             faults.after_launch(arguments["student"].device)
 
 
 for _dtype in DTYPES:
-    for _operation in ("kl_div", "kl_div_backward", "distillation_loss", "distillation_loss_backward"):
+    for _operation in ("distillation_loss", "distillation_loss_backward"):
         register_kernel(_operation, "cuda", _dtype, TritonDivergence())

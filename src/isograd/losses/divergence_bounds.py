@@ -15,66 +15,12 @@ from numpy.typing import NDArray
 
 from isograd.losses import divergence_reference as ref
 from isograd.numerics.bounds import LARGEST, limits, sum_error, ulp
+from isograd.numerics.losses import divisor, reduced_error
 from isograd.numerics.storage import compute_dtype
 from isograd.plan import ErrorBound
 
 Floats = NDArray[Any]
 _WIDE = np.longdouble
-
-
-def _reduced(losses: Floats, errors: Floats, reduction: str, dtype: str) -> Floats:
-    """The bound of the reduced losses from those of single ones, their own rounding included."""
-    work = compute_dtype(dtype)
-    count = ref.divisor(reduction, losses.shape)
-    with np.errstate(all="ignore"):
-        if reduction == "none":
-            return np.asarray(np.where(np.isfinite(losses) & (np.abs(losses) > LARGEST[work]), np.inf, errors))
-        value = np.asarray(losses.sum() / _WIDE(count))
-        error = np.asarray((errors.sum() + sum_error(losses, work)) / _WIDE(max(count, 1)))
-        overflow = np.isfinite(value) & (np.abs(value) * max(count, 1) > LARGEST[work])
-        return np.asarray(np.where(overflow, np.inf, error + ulp(value, work)))
-
-
-def _kl_parts(input: Floats, target: Floats, log_target: bool) -> tuple[Floats, Floats, Floats]:  # noqa: A002
-    """(p, |log p|, |log p - x|), zeros where p is 0."""
-    x, t = input.astype(_WIDE), target.astype(_WIDE)
-    p, log_p = (np.exp(t), t) if log_target else (t, np.log(t))
-    d = np.abs(log_p - x)
-    return p, np.where(p == 0, 0, np.abs(log_p)), np.where(p == 0, 0, d)
-
-
-def _kl_div(dtype: str, input: Floats, target: Floats, reduction: str = "mean", log_target: bool = False) -> Floats:  # noqa: A002
-    u, _, eta, _ = limits(dtype)
-    with np.errstate(all="ignore"):
-        terms = ref.oracle_kl_terms(input, target, log_target)
-        p, log_p, d = _kl_parts(input, target, log_target)
-        errors = (4.3 * u * p * d + 4 * eta * d if log_target else 2.2 * u * p * (log_p + d)) + 2 * eta
-        return _reduced(terms, np.where(np.isfinite(terms), errors, 0), reduction, dtype)
-
-
-def _kl_div_backward(
-    dtype: str,
-    dloss: Floats,
-    input: Floats,  # noqa: A002
-    target: Floats,
-    reduction: str = "mean",
-    log_target: bool = False,
-    wrt: str = "input",
-) -> Floats:
-    u, _, eta, largest = limits(dtype)
-    with np.errstate(all="ignore"):
-        dx = ref.oracle_kl_div_backward(dloss, input, target, reduction, log_target, wrt)
-        g = np.abs(dloss.astype(_WIDE)) / (1 if reduction == "none" else _WIDE(ref.divisor(reduction, input.shape)))
-        p, log_p, d = _kl_parts(input, target, log_target)
-        if wrt == "input":
-            error = 5 * u * np.abs(dx) + (4 * eta * g if log_target else 0)
-        else:
-            error = 5 * u * g * (log_p + 2 * d + 2) * (p if log_target else 1) + (4 * eta * g * (d + 1))
-            error = error + 2 * eta * d
-        error = error + 2 * eta * (1 + p) + ulp(dx, dtype) / 2
-        slope = p if wrt == "input" else (d + 1) * (np.maximum(p, 1) if log_target else 1)
-        large = (slope * (1 + 2.0**-10) > largest) | (np.abs(dx) > LARGEST[dtype])
-        return np.where(np.isfinite(dx) & large, np.inf, error)
 
 
 def _delta(z: Floats, temperature: float, u: float, eta: float) -> Floats:
@@ -158,7 +104,7 @@ def _distillation_loss(
     with np.errstate(all="ignore"):
         if student.size == 0:
             losses = np.zeros(student.shape[:-1], _WIDE)
-            return _reduced(losses, losses, reduction, dtype)
+            return reduced_error(losses, losses, reduction, dtype)
         if indices is None:
             terms, errors = _row_terms(dtype, student, teacher, temperature)
             large = _Rows(student, temperature, dtype).large | _Rows(teacher, temperature, dtype).large
@@ -169,7 +115,7 @@ def _distillation_loss(
         error = _WIDE(temperature) ** 2 * (errors.sum(-1) + sum_error(terms, compute_dtype(dtype), -1))
         exact = math.frexp(temperature)[0] == 0.5
         error = error + ulp(losses, compute_dtype(dtype)) / 2 + (0 if exact else 4.1 * u * np.abs(losses))
-        return _reduced(losses, np.where(np.isfinite(losses), np.where(large, np.inf, error), 0), reduction, dtype)
+        return reduced_error(losses, np.where(np.isfinite(losses), np.where(large, np.inf, error), 0), reduction, dtype)
 
 
 def _distillation_loss_backward(
@@ -186,7 +132,7 @@ def _distillation_loss_backward(
         return student.astype(_WIDE)
     with np.errstate(all="ignore"):
         dx = ref.oracle_distillation_loss_backward(dloss, student, teacher, indices, temperature, reduction)
-        count = 1 if reduction == "none" else ref.divisor(reduction, student.shape[:-1])
+        count = 1 if reduction == "none" else divisor(reduction, student.shape[:-1])
         g = np.abs(np.broadcast_to(dloss, student.shape[:-1]).astype(_WIDE))[..., None] * _WIDE(temperature) / count
         s = _Rows(student, temperature, dtype)
         error, large = s.p * s.relative, s.large[..., None]
@@ -210,14 +156,10 @@ def _distillation_loss_backward(
 
 
 _EVALUATE: dict[str, Callable[..., Floats]] = {
-    "kl_div": _kl_div,
-    "kl_div_backward": _kl_div_backward,
     "distillation_loss": _distillation_loss,
     "distillation_loss_backward": _distillation_loss_backward,
 }
 _FORMULAS = {
-    "kl_div": "(Σ u·p·(2.2·|log p| + 4.3·|log p - x|) + n·q/2) / count + ulp",
-    "kl_div_backward": "5u·|g|·(|log p| + 2·|log p - x| + 2) + ulp(dx)/2 (input: 5u·|dx| + ulp(dx)/2)",
     "distillation_loss": "T²·(Σ p·((4.6u + n·q)·|d| + 4n·q + u·(0.7 + 0.2 log n) + 2δ) + n·q/2) + ulp",
     "distillation_loss_backward": "T·|g|·(p + q)·(2.4u + n·q + 2δ) + 6u·|dx| + ulp(dx)/2",
 }

@@ -1,4 +1,4 @@
-"""Descriptors, plans and CPU kernels of kl_div and of distillation."""
+"""Descriptors, plans and CPU kernels of distillation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,81 +10,20 @@ from isograd import arrays, parallel
 from isograd.errors import IndexOutOfRangeError, InvalidProblemError
 from isograd.fenv import default_environment
 from isograd.losses import divergence_bounds as bounds
-from isograd.losses.divergence_reference import divisor, temperature_of
+from isograd.losses.divergence_reference import temperature_of
 from isograd.losses.promises import (
     NumbaKernel,
-    checked_flag,
     checked_reduction,
     checked_scale,
 )
+from isograd.numerics.losses import divisor
 from isograd.numerics.storage import address, compute_dtype, kernel_type
 from isograd.plan import DTYPES, INDEX_DTYPES, Descriptor, Operand, Plan, checked_dtype, checked_shape
 from isograd.registry import register_kernel
-from isograd.rows.walk import element_strides, piece_walk, row_walk, work_zero
+from isograd.rows.walk import element_strides, row_walk, work_zero
 
 
 # --- descriptors and plans -------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class KlDivDescriptor(Descriptor):
-    """The divergence of a target from log-probabilities, element by element, and its reduction.
-
-    shape: of input and target, rank 0 to 8. dtype: theirs; the loss has the work type. reduction: "mean", "batchmean"
-    (over the first dimension), "sum" or "none". log_target: whether the target holds log-probabilities.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    reduction: str = "mean"
-    log_target: bool = False
-
-    @property
-    def operation(self) -> str:
-        """`kl_div`."""
-        return "kl_div"
-
-    @property
-    def loss_shape(self) -> tuple[int, ...]:
-        """The shape of the loss."""
-        return self.shape if self.reduction == "none" else ()
-
-    def operands(self) -> tuple[Operand, ...]:
-        """Input and target, then the loss."""
-        inputs = (Operand(name, self.shape, self.dtype) for name in ("input", "target"))
-        return (*inputs, Operand("loss", self.loss_shape, compute_dtype(self.dtype), True))
-
-    def validated(self) -> Self:
-        """Return the descriptor with plain fields, or raise what is wrong with it."""
-        name = self.operation
-        shape, dtype = checked_shape(name, "shape", self.shape, 0), checked_dtype(name, self.dtype)
-        reduction = checked_reduction(name, self.reduction)
-        return type(self)(shape, dtype, reduction, checked_flag(name, "log_target", self.log_target))
-
-
-@dataclass(frozen=True, slots=True)
-class KlDivBackwardDescriptor(KlDivDescriptor):
-    """The gradient of kl_div for one of its arguments; fields as in KlDivDescriptor. wrt: "input" or "target"."""
-
-    wrt: str = "input"
-
-    @property
-    def operation(self) -> str:
-        """`kl_div_backward`."""
-        return "kl_div_backward"
-
-    def operands(self) -> tuple[Operand, ...]:
-        """The gradient of the loss, input and target, then the gradient, which may be either."""
-        inputs = (Operand(name, self.shape, self.dtype) for name in ("input", "target"))
-        dloss = Operand("dloss", self.loss_shape, compute_dtype(self.dtype))
-        return (dloss, *inputs, Operand("dx", self.shape, self.dtype, True, ("input", "target")))
-
-    def validated(self) -> Self:
-        """Return the descriptor with plain fields, or raise what is wrong with it."""
-        plain = KlDivDescriptor(self.shape, self.dtype, self.reduction, self.log_target).validated()
-        if self.wrt not in ("input", "target"):
-            raise InvalidProblemError(f"{self.operation}: wrt is {self.wrt!r}; accepted: input, target")
-        return type(self)(plain.shape, plain.dtype, plain.reduction, plain.log_target, self.wrt)
-
-
 @dataclass(frozen=True, slots=True)
 class DistillationLossDescriptor(Descriptor):
     """The divergence of a teacher from a student, rows of logits along the last axis.
@@ -158,20 +97,6 @@ class DistillationLossBackwardDescriptor(DistillationLossDescriptor):
         return (dloss, *self._inputs(), Operand("dstudent", self.shape, self.dtype, True, ("student",)))
 
 
-class KlDivPlan(Plan):
-    """A kernel for kl_div: `plan.run(input=x, target=t, loss=loss)`."""
-
-    descriptor_type = KlDivDescriptor
-    __slots__ = ()
-
-
-class KlDivBackwardPlan(Plan):
-    """A kernel for its gradient: `plan.run(dloss=dloss, input=x, target=t, dx=dx)`."""
-
-    descriptor_type = KlDivBackwardDescriptor
-    __slots__ = ()
-
-
 class DistillationLossPlan(Plan):
     """A kernel for the distillation loss: `plan.run(student=x, teacher=t, loss=loss)`, perhaps `indices`."""
 
@@ -187,74 +112,6 @@ class DistillationLossBackwardPlan(Plan):
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
-_NOTHING: Any = (0, (), 1, ())
-
-
-class NumbaKlDiv(NumbaKernel):
-    """kl_div on the CPU."""
-
-    def __init__(self) -> None:
-        super().__init__("losses", bounds.error_bound)
-
-    def launch(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any, stream: Any) -> None:
-        """Compute on the library's threads."""
-        with default_environment():
-            from isograd.losses import numba_divergence as kernels
-            from isograd.numerics.numba_memory import BLOCK
-        x, t, loss = (arguments[name] for name in ("input", "target", "loss"))
-        like, zero = kernel_type(x.dtype), work_zero(descriptor.dtype)
-        log_target, shape = descriptor.log_target, descriptor.shape
-        if descriptor.reduction == "none":
-            if x.size:
-                count, outer, n, steps = piece_walk(shape, tuple(map(element_strides, (x, t, loss))), BLOCK)
-                addresses = (address(x), address(t), address(loss))
-                tail = (*outer, n, *steps, log_target)
-                parallel.for_ranges(
-                    kernels.kl_terms, count, parallel.grain(count, BLOCK), like, zero, *addresses, *tail
-                )
-            return
-        count, outer, n, steps = piece_walk(shape, tuple(map(element_strides, (x, t))), BLOCK) if x.size else _NOTHING
-        # Sums of whole numbers and maxima: which pieces share a slot leaves no trace.
-        size = parallel.grain(count, min(n, BLOCK))
-        slots = -(-count // size)
-        keys = np.zeros(slots + 1, np.int64 if descriptor.dtype == "float64" else np.int32)
-        highs, lows, done, specials = (np.zeros(slots, t) for t in (np.int64, np.uint64, np.int64, np.int64))
-        head = (like, zero, address(x), address(t), *outer, n, *steps, log_target, keys, highs, lows, done)
-        if slots:
-            parallel.for_ranges(kernels.kl_try, slots, 1, *head, np.zeros_like(keys[:1]), count, size)
-        key = keys.max()
-        if slots:
-            parallel.for_ranges(kernels.kl_sum, slots, 1, *head, specials, key, count, size)
-        with default_environment():
-            share = type(zero)(divisor(descriptor.reduction, shape))
-        parallel.for_ranges(kernels.finish_sum, 1, 1, zero, key, highs, lows, specials, share, address(loss))
-
-
-class NumbaKlDivBackward(NumbaKernel):
-    """The gradient of kl_div on the CPU."""
-
-    def __init__(self) -> None:
-        super().__init__("losses", bounds.error_bound)
-
-    def launch(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any, stream: Any) -> None:
-        """Compute on the library's threads."""
-        with default_environment():
-            from isograd.losses import numba_divergence as kernels
-            from isograd.numerics.numba_memory import BLOCK
-        x, t, dx = arguments["input"], arguments["target"], arguments["dx"]
-        if dx.size == 0:
-            return
-        operands = (np.broadcast_to(arguments["dloss"], descriptor.shape), x, t, dx)
-        zero = work_zero(descriptor.dtype)
-        with default_environment():
-            share = type(zero)(1 if descriptor.reduction == "none" else divisor(descriptor.reduction, descriptor.shape))
-        count, outer, n, steps = piece_walk(descriptor.shape, tuple(map(element_strides, operands)), BLOCK)
-        parallel.for_ranges(
-            kernels.kl_gradient, count, parallel.grain(count, min(n, BLOCK)), kernel_type(dx.dtype), zero,
-            *map(address, operands), *outer, n, *steps, share, descriptor.log_target, descriptor.wrt == "input",
-        )  # fmt: skip
-
-
 def _check_indices(operation: str, indices: Any, classes: int) -> None:
     """Raise unless every index is one of the classes, and no row names a class twice."""
     if indices.size == 0:
@@ -342,7 +199,5 @@ def _zero_of(descriptor: Any, field: str) -> Any:
 
 
 for _dtype in DTYPES:
-    register_kernel("kl_div", "cpu", _dtype, NumbaKlDiv())
-    register_kernel("kl_div_backward", "cpu", _dtype, NumbaKlDivBackward())
     for _operation in ("distillation_loss", "distillation_loss_backward"):
         register_kernel(_operation, "cpu", _dtype, NumbaDistillation())

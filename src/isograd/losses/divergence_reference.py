@@ -1,9 +1,7 @@
-"""Divergences in NumPy: the definition that every kernel returns bit for bit, and its oracle.
+"""The distillation loss in NumPy: the definition that every kernel returns bit for bit, and its oracle.
 
-Formulas (rule 15 of `docs/arithmetic.md`); p is the target's distribution, q that of the input, T the temperature:
-
-    kl_div             sum of p (log p - x), x = log q; 0 where p is 0
-    distillation_loss  T^2 sum_j p_j (log p_j - log q_j) per row, p = softmax(teacher / T), q = softmax(student / T)
+Formula (rule 15 of `docs/arithmetic.md`), T being the temperature: `T^2 sum_j p_j (log p_j - log q_j)` per row, with
+p = softmax(teacher / T) and q = softmax(student / T).
 
 The exponentials and logarithms are those of float32 (float64) rows, for 16-bit logits too: a divergence of
 distributions that are close is a small difference, in which the shorter exponential would show.
@@ -15,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd.numerics import reference as ref
+from isograd.numerics.losses import divisor, oracle_reduced, reduced, spread
 from isograd.ops.softmax import reference as family
 from isograd.rows.reference import rounded_pair, row_exponentials
 
@@ -22,80 +21,6 @@ Floats = NDArray[Any]
 Integers = NDArray[Any]
 
 REST_BITS = 12  # a rest below 2**-12 of the row's largest exponential is summed in units of its own largest
-
-
-# --- reductions ------------------------------------------------------------------------------------------------------
-def divisor(reduction: str, shape: tuple[int, ...]) -> int:
-    """What the sum over losses of a shape is divided by."""
-    if reduction == "mean":
-        return int(np.prod(shape, dtype=np.int64))
-    return shape[0] if reduction == "batchmean" and shape else 1
-
-
-def reduced(terms: Floats, reduction: str) -> Floats:
-    """The losses as they are, or their order-free sum divided once."""
-    if reduction == "none":
-        return ref.narrow(terms, terms.dtype)
-    total = ref.order_free_sum(terms.reshape(1, -1))
-    with np.errstate(all="ignore"):
-        quotient = total / terms.dtype.type(divisor(reduction, terms.shape))
-    return ref.narrow(quotient, terms.dtype).reshape(())
-
-
-def spread(dloss: Floats, reduction: str, shape: tuple[int, ...]) -> Floats:
-    """The gradient of every single loss from that of the reduced one."""
-    g = ref.widen(dloss)
-    with np.errstate(all="ignore"):
-        if reduction != "none":
-            g = g / g.dtype.type(divisor(reduction, shape))
-    return np.broadcast_to(g, shape)
-
-
-# --- kl_div ----------------------------------------------------------------------------------------------------------
-def _flat(x: Floats) -> Floats:
-    return ref.widen(np.ascontiguousarray(x)).reshape(-1)
-
-
-def _probabilities(t: Floats, log_target: bool) -> tuple[Floats, Floats]:
-    """(p, log p) of the target."""
-    return (ref.exp(t), t) if log_target else (t, ref.log(t))
-
-
-def _where_positive(p: Floats, x: Floats, value: Floats) -> Floats:
-    """The value where there is a probability; 0 where it is 0, whatever the input is, unless that is no number."""
-    of = p.dtype.type
-    return np.where(p == 0, np.where(np.isnan(x), of(np.nan), of(0)), value)
-
-
-def kl_div(input: Floats, target: Floats, reduction: str = "mean", log_target: bool = False) -> Floats:  # noqa: A002
-    """The bits of kl_div, in the work type."""
-    x, t = _flat(input), _flat(target)
-    with np.errstate(all="ignore"):
-        p, log_p = _probabilities(t, log_target)
-        terms = _where_positive(p, x, p * (log_p - x))
-    return reduced(terms.reshape(input.shape), reduction)
-
-
-def kl_div_backward(
-    dloss: Floats,
-    input: Floats,  # noqa: A002
-    target: Floats,
-    reduction: str = "mean",
-    log_target: bool = False,
-    wrt: str = "input",
-) -> Floats:
-    """The bits of the gradient of kl_div for its input or its target."""
-    x, t = _flat(input), _flat(target)
-    g = spread(dloss, reduction, input.shape).reshape(-1)
-    of = x.dtype.type
-    with np.errstate(all="ignore"):
-        p, log_p = _probabilities(t, log_target)
-        if wrt == "input":
-            slope = -p
-        else:
-            slope = (log_p - x) + of(1)
-            slope = _where_positive(p, x, p * slope if log_target else slope)
-        return ref.narrow(g * slope, input.dtype).reshape(input.shape)
 
 
 # --- distillation ----------------------------------------------------------------------------------------------------
@@ -341,51 +266,6 @@ def distillation_loss_backward(
 _WIDE = np.longdouble
 
 
-def _oracle_reduced(losses: Floats, reduction: str) -> Floats:
-    with np.errstate(all="ignore"):
-        return losses if reduction == "none" else np.asarray(losses.sum() / _WIDE(divisor(reduction, losses.shape)))
-
-
-def oracle_kl_terms(input: Floats, target: Floats, log_target: bool = False) -> Floats:  # noqa: A002
-    """The exact terms of kl_div, but for the rounding of the wide type."""
-    with np.errstate(all="ignore"):
-        x, t = input.astype(_WIDE), target.astype(_WIDE)
-        p, log_p = (np.exp(t), t) if log_target else (t, np.log(t))
-        if log_target:
-            # What the work type calls 0 is 0.
-            p = np.where(ref.exp(_flat(target)).reshape(target.shape) == 0, 0, p)
-        return np.where(p == 0, np.where(np.isnan(x), np.nan, 0), p * (log_p - x))
-
-
-def oracle_kl_div(input: Floats, target: Floats, reduction: str = "mean", log_target: bool = False) -> Floats:  # noqa: A002
-    """The exact kl_div, but for the rounding of the wide type."""
-    return _oracle_reduced(oracle_kl_terms(input, target, log_target), reduction)
-
-
-def oracle_kl_div_backward(
-    dloss: Floats,
-    input: Floats,  # noqa: A002
-    target: Floats,
-    reduction: str = "mean",
-    log_target: bool = False,
-    wrt: str = "input",
-) -> Floats:
-    """The exact gradient of kl_div, but for the rounding of the wide type."""
-    with np.errstate(all="ignore"):
-        x, t = input.astype(_WIDE), target.astype(_WIDE)
-        g = dloss.astype(_WIDE)
-        if reduction != "none":
-            g = g / _WIDE(divisor(reduction, input.shape))
-        p, log_p = (np.exp(t), t) if log_target else (t, np.log(t))
-        if wrt == "input":
-            return np.asarray(-g * p)
-        if log_target:
-            p = np.where(ref.exp(_flat(target)).reshape(target.shape) == 0, 0, p)
-        slope = (log_p - x) + 1
-        slope = np.where(p == 0, np.where(np.isnan(x), np.nan, 0), p * slope if log_target else slope)
-        return np.asarray(g * slope)
-
-
 def _oracle_log_softmax(z: Floats) -> Floats:
     if z.size == 0:
         return z
@@ -437,9 +317,9 @@ def oracle_distillation_loss(
     """The exact distillation loss, but for the rounding of the wide type."""
     with np.errstate(all="ignore"):
         if student.size == 0:
-            return _oracle_reduced(np.zeros(student.shape[:-1], _WIDE), reduction)
+            return oracle_reduced(np.zeros(student.shape[:-1], _WIDE), reduction)
         terms = oracle_distillation_terms(student, teacher, indices, temperature)
-        return _oracle_reduced(_WIDE(temperature) ** 2 * terms.sum(-1), reduction)
+        return oracle_reduced(_WIDE(temperature) ** 2 * terms.sum(-1), reduction)
 
 
 def oracle_distillation_loss_backward(

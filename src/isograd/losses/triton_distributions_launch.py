@@ -1,6 +1,6 @@
-"""How the Triton kernels of divergences are configured and launched."""
+"""How the Triton kernels of distillation are configured and launched."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,12 +11,11 @@ from isograd.fenv import default_environment
 from isograd.losses import (
     triton_distillation,
     triton_distillation_top,
-    triton_divergence,
 )
-from isograd.losses.divergence_reference import divisor, temperature_of
+from isograd.losses.divergence_reference import temperature_of
 from isograd.losses.triton_totals import divided
+from isograd.numerics.losses import divisor
 from isograd.reduction import cuda as reduction
-from isograd.reduction import triton_kernels as reduction_kernels
 from isograd.rows.triton_launch import Tile, tile, words_of
 from isograd.triton_launcher import (
     Launcher,
@@ -24,99 +23,11 @@ from isograd.triton_launcher import (
     architecture,
     c_strides,
     kept,
-    merged,
     power_of_two,
-    processors,
     rows,
 )
 
 Strides = tuple[int, ...]
-_ELEMENTS = 1024  # of a tile of elements
-_MOST_CHUNKS = 512
-_SHORT_SUM = 1 << 17  # terms whose integer parts add up in one word each
-
-
-# --- elements --------------------------------------------------------------------------------------------------------
-def _merged(shape: Sequence[int], strides: Sequence[Strides]) -> tuple[Any, ...]:
-    """(shape, strides of every tensor) of merged dimensions, at least one."""
-    sizes, steps = merged(shape, strides)
-    if not sizes:
-        sizes, steps = [1], [tuple(0 for _ in strides)]
-    return (tuple(sizes), *(tuple(step[t] for step in steps) for t in range(len(strides))))
-
-
-@kept
-def _elements(name: str, n: int, before: tuple[int, ...], shape: Strides, strides: Any, flags: Any, _: Any) -> Launcher:
-    tail = (n, *before, *_merged(shape, strides), *flags, _ELEMENTS)
-    return Launcher(getattr(triton_divergence, name), Specification(tail, -(-n // _ELEMENTS)))
-
-
-class _Sum(NamedTuple):
-    """The kernels of a sum in chunks, and the sizes of their scratch memory."""
-
-    keys: Launcher
-    parts: Launcher
-    finish: Launcher
-    chunks: int
-    words: int
-
-
-@kept
-def _sum(
-    n: int, share: int, shape: Strides, strides: Any, log_target: bool, wide: bool, multiprocessors: int, _: Any
-) -> _Sum:
-    chunks = min(4 * multiprocessors, -(-n // _ELEMENTS), _MOST_CHUNKS)
-    length = -(-n // (chunks * _ELEMENTS)) * _ELEMENTS
-    chunks = -(-n // length)
-    words = (2 if wide else 1) * (2 if n > _SHORT_SUM else 1)
-    layout, most = _merged(shape, strides), _MOST_CHUNKS
-    free = ("n", "length", "chunks")
-    keys = Specification((n, length, *layout, log_target, _ELEMENTS), chunks, free=free[:2])
-    parts = Specification((n, length, chunks, *layout, log_target, _ELEMENTS, most, words), chunks, free=free)
-    tail = (share, 1, chunks, 1, 1, 1, (), (), 1, most, words, share != 1, False)
-    finish = Specification(tail, 1, free=("n", "chunks"))
-    return _Sum(
-        Launcher(triton_divergence.kl_keys, keys),
-        Launcher(triton_divergence.kl_parts, parts),
-        Launcher(reduction_kernels.sum_finish, finish),
-        chunks,
-        words,
-    )
-
-
-def kl_div(descriptor: Any, arguments: Mapping[str, Any]) -> None:
-    """The loss, on the current stream of the arguments' device."""
-    x, t, loss = arguments["input"], arguments["target"], arguments["loss"]
-    n, shape, log_target = x.numel(), descriptor.shape, descriptor.log_target
-    if descriptor.reduction == "none":
-        if n:
-            strides = (x.stride(), t.stride(), loss.stride())
-            _elements("kl_terms", n, (), shape, strides, (log_target,), (x.dtype, architecture(x)))(x, t, loss)
-        return
-    share = divisor(descriptor.reduction, shape)
-    if n == 0:
-        loss.fill_(0.0 if share else float("nan"))
-        return
-    wide = x.dtype == torch.float64
-    fixed = (log_target, wide, processors(x), (x.dtype, architecture(x)))
-    found = _sum(n, share, shape, (x.stride(), t.stride()), *fixed)
-    keys = torch.empty(found.chunks, dtype=torch.int64 if wide else torch.int32, device=x.device)
-    words = torch.empty(found.chunks * found.words, dtype=torch.int64, device=x.device)
-    found.keys(x, t, keys)
-    found.parts(x, t, keys, words)
-    found.finish(keys, words, loss)
-
-
-def kl_div_backward(descriptor: Any, arguments: Mapping[str, Any]) -> None:
-    """The gradient, on the current stream of the arguments' device."""
-    g, x, t, dx = (arguments[name] for name in ("dloss", "input", "target", "dx"))
-    if dx.numel() == 0:
-        return
-    share = 1 if descriptor.reduction == "none" else divisor(descriptor.reduction, descriptor.shape)
-    strides = (g.expand(descriptor.shape).stride(), x.stride(), t.stride(), dx.stride())
-    flags = (descriptor.log_target, descriptor.wrt == "input")
-    fixed = (dx.numel(), (share,), descriptor.shape, strides, flags, (x.dtype, architecture(x)))
-    _elements("kl_gradient", *fixed)(g, x, t, dx)
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------

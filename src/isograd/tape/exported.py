@@ -3,6 +3,9 @@
 from isograd.ops.gumbel_softmax.api import (
     gumbel_softmax,
 )
+from isograd.ops.kl_div.api import (
+    kl_div,
+)
 from isograd.ops.rmsnorm.api import (
     rmsnorm,
 )
@@ -16,6 +19,7 @@ from isograd.ops.sparsemax.api import (
 
 __all__ = [
     "gumbel_softmax",
+    "kl_div",
     "log_softmax",
     "rmsnorm",
     "softmax",

@@ -155,11 +155,6 @@ def linear_cross_entropy(
     return apply(loss_rules.linear_cross_entropy, *operands, targets=targets, class_weight=class_weight, options=given)
 
 
-def kl_div(x: Operand, target: Operand, reduction: BatchReduction = "mean", log_target: bool = False) -> Variable:
-    """The divergence of a target distribution from log-probabilities; both get gradients."""
-    return apply(loss_rules.kl_div, x, target, reduction=reduction, log_target=log_target)
-
-
 def distillation_loss(
     student: Variable,
     teacher: Any,

@@ -3,7 +3,7 @@
 Targets, teachers, indices and weights of classes get no gradient, but for the target of kl_div.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from isograd.errors import InvalidProblemError
 from isograd.losses import cross_entropy as steps
 from isograd.losses import divergence_api
 from isograd.losses import linear_cross_entropy as linear
-from isograd.tape.rules import Array, Gradient, Result
+from isograd.tape.rules import Array, Result
 from isograd.typing import BatchReduction
 
 
@@ -50,16 +50,6 @@ def linear_cross_entropy(
         return latest[0][1]
 
     return value, tuple(lambda g, i=i: gradients(g)[i] for i in range(2 + len(bias)))
-
-
-def kl_div(x: Array, target: Array, reduction: BatchReduction, log_target: bool) -> Result:
-    """The divergence of a target distribution from log-probabilities."""
-
-    def gradient(wrt: Literal["input", "target"]) -> Gradient:
-        return lambda g: divergence_api.kl_div_backward(g, x, target, reduction, log_target, wrt)
-
-    loss: Array = divergence_api.kl_div(x, target, reduction, log_target)
-    return loss, (gradient("input"), gradient("target"))
 
 
 def distillation_loss(

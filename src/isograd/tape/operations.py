@@ -36,11 +36,12 @@ def record(op: Operation, inputs: tuple[Any, ...], attributes: tuple[Any, ...]) 
 
         def gradient(name: str) -> Gradient:
             def of(g: Array) -> Array:
-                if not latest or latest[0][0] is not g:  # all are computed together when the first one is due
+                # All are computed together when the first one is due, unless the vjp computes one at a time.
+                if not latest or latest[0][0] is not g or "wrt" in vjp.attributes:
                     among = saved | {upstream: g}
                     if again is not None:
                         among |= zip(op.outputs, _several(again()), strict=True)
-                    settings = tuple([handed[key] for key in vjp.attributes])
+                    settings = tuple([name if key == "wrt" else handed[key] for key in vjp.attributes])
                     found = call.function(vjp)(tuple([among[key] for key in vjp.inputs]), settings, wanted)
                     latest[:] = [(g, dict(zip(computed, _several(found), strict=True)))]
                 return latest[0][1][gradients[name]]

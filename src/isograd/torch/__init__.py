@@ -36,7 +36,6 @@ from isograd.torch.indexing import embedding, gather, index_add, index_select, s
 from isograd.torch.losses import (
     cross_entropy,
     distillation_loss,
-    kl_div,
     linear_cross_entropy,
 )
 from isograd.torch.modules import CrossEntropyLoss, KLDivLoss, LogSoftmax, Softmax
@@ -80,7 +79,6 @@ __all__ = [
     "get_total_norm",
     "index_add",
     "index_select",
-    "kl_div",
     "linear_cross_entropy",
     "load_balancing_loss",
     "moe_combine",

@@ -9,6 +9,7 @@ its vjp; what does not follow from the declaration is an argument of `operator`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +18,13 @@ from torch import Tensor
 from isograd import encoder, faults, functional
 from isograd.core import call as core_call
 from isograd.core.attributes import Word, signed
-from isograd.core.operands import AlongAxis, Array, Like
+from isograd.core.operands import AlongAxis, Array, Like, Loss
 from isograd.core.operation import Operation
 from isograd.errors import InvalidProblemError, IsogradError, UnsupportedError
 from isograd.memory import with_huge_pages
+from isograd.numerics.losses import divisor
 from isograd.plan import real_number
-from isograd.torch import define, sharding
+from isograd.torch import define, derivatives, members, sharding
 from isograd.torch.tensors import (
     DTYPES,
     NAMES,
@@ -57,11 +59,16 @@ class Bound:
     def __init__(self, op: Operation) -> None:
         self.op = op
         self.flags = tuple([key for key, a in op.outputs.items() if a.optional])
+        self.has_loss = any(isinstance(a, Loss) for a in op.outputs.values())
+        if self.has_loss:
+            self.flags += ("narrow",)  # whether it is rounded to the inputs' dtype, as torch's are
         self.names = tuple([_SPELLED.get(key, key) for key in (*op.inputs, *op.attributes, *self.flags)])
         settings = [*[a.default for a in op.attributes.values()], *[False] * len(self.flags)]
         self._defaults = (*[None] * len(op.inputs), *settings)
-        self._inputs, self._problem = len(op.inputs), list(op.inputs).index(op.problem)
-        self.axis = list(op.attributes).index("axis")
+        self._inputs, self.problem = len(op.inputs), list(op.inputs).index(op.problem)
+        self.axis, self._reduction = (
+            list(op.attributes).index(key) if key in op.attributes else None for key in ("axis", "reduction")
+        )
         self._kinds = tuple(zip(self.names, op.inputs.values(), strict=False))
         self._optional = tuple([i for i, a in enumerate(op.inputs.values()) if a.optional])
         self._words = tuple([i for i, a in enumerate(op.attributes.values()) if isinstance(a, Word)])
@@ -72,7 +79,10 @@ class Bound:
         arguments = [
             f"Tensor? {next(names)}=None" if a.optional else f"Tensor {next(names)}" for a in op.inputs.values()
         ]
-        arguments += [f"{a.kind} {next(names)}={a.default}" for a in op.attributes.values()]
+        arguments += [
+            f'{a.kind} {next(names)}="{a.default}"' if a.kind == "str" else f"{a.kind} {next(names)}={a.default}"
+            for a in op.attributes.values()
+        ]
         arguments += [f"bool {name}=False" for name in names]
         returns = ", ".join(["Tensor"] * len(op.outputs))
         return f"{op.name}({', '.join(arguments)}) -> {f'({returns})' if len(op.outputs) > 1 else returns}"
@@ -87,21 +97,28 @@ class Bound:
 
     def asked(self, settings: Values) -> list[tuple[str, Array, bool]]:
         """(name, array, whether it is computed) of every output."""
-        flags = dict(zip(self.flags, settings[len(self.op.attributes) :], strict=True))
+        flags = dict(zip(self.flags, settings[len(self.op.attributes) :], strict=False))
         return [(key, a, flags.get(key, True)) for key, a in self.op.outputs.items()]
 
-    def by_rows(self, settings: Values) -> bool:
-        """Whether no output is a sum over the rows."""
-        return not self.op.sums_rows(dict(zip(self.flags, settings[len(self.op.attributes) :], strict=True)))
+    def narrow(self, settings: Values) -> bool:
+        """Whether the loss is rounded to the inputs' dtype."""
+        return self.has_loss and bool(settings[-1])
 
-    def place(self, inputs: Values, settings: Values) -> tuple[Any, int]:
-        """(the input that has the problem's shape, the axis counted from the front)."""
-        like = inputs[self._problem]
-        return like, normalized_dim(self.op.name, settings[self.axis], like.shape)
+    def has_parts(self, settings: Values) -> bool:
+        """Whether rows, or elements, are computed alone."""
+        return self.op.has_parts(dict(zip((*self.op.attributes, *self.flags), settings, strict=False)))
+
+    def along(self, settings: Values, shape: Any) -> int:
+        """The axis counted from the front; the last one where there is none."""
+        return normalized_dim(self.op.name, -1 if self.axis is None else settings[self.axis], shape)
+
+    def reduction(self, settings: Values) -> str:
+        """What becomes of losses."""
+        return "none" if self._reduction is None else str(settings[self._reduction])
 
     def moved(self, settings: Values, axis: int) -> Values:
         """The settings for another axis."""
-        return (*settings[: self.axis], axis, *settings[self.axis + 1 :])
+        return settings if self.axis is None else (*settings[: self.axis], axis, *settings[self.axis + 1 :])
 
     def unsigned(self, settings: Values) -> Values:
         """The settings with words, which a schema holds as signed integers, as they are."""
@@ -111,6 +128,8 @@ class Bound:
         """The fields of the descriptor behind shape and dtype."""
         if self._words:
             settings = self.unsigned(settings)
+        if self.has_loss:
+            settings = settings[:-1]
         if not self._optional:
             return settings
         count, given = len(self.op.attributes), [inputs[i] is not None for i in self._optional]
@@ -118,7 +137,7 @@ class Bound:
 
     def check(self, inputs: Values, settings: Values) -> int:
         """The axis, for tensors that go together, perhaps fake ones; else an error."""
-        name, like, of = self.op.name, inputs[self._problem], self.names[self._problem]
+        name, like, of = self.op.name, inputs[self.problem], self.names[self.problem]
         if len(inputs) > 1:
             require_device(name, **dict(zip(self.names, inputs, strict=False)))
             for (key, array), tensor in zip(self._kinds, inputs, strict=True):
@@ -134,10 +153,10 @@ class Bound:
                         f"{name}: {key} has shape {tuple(tensor.shape)} and {of} {tuple(like.shape)}; expected the same"
                     )
         require_storage(name, like, of)
-        axis = normalized_dim(name, settings[self.axis], like.shape)
+        axis, reduction = self.along(settings, like.shape), self.reduction(settings)
         for (key, array), tensor in zip(self._kinds, inputs, strict=True):
             if tensor is not None and not isinstance(array, Like):
-                expected = array.shape(tuple(like.shape) or (1,), axis)
+                expected = array.shape(tuple(like.shape) or (1,) * self.op.least_rank, axis, reduction)
                 if tuple(tensor.shape) != expected:
                     raise InvalidProblemError(f"{name}: {key} has shape {tuple(tensor.shape)}; expected {expected}")
         return axis
@@ -150,23 +169,24 @@ class Bound:
     def fake(self, *args: Any, **named: Any) -> Any:
         """The outputs without their contents."""
         inputs, settings = self.split(args, named)
-        axis, like = self.check(inputs, settings), inputs[self._problem]
-        shape = like.shape if like.dim() else (1,)
+        axis, like = self.check(inputs, settings), inputs[self.problem]
+        shape, reduction = like.shape or (1,) * self.op.least_rank, self.reduction(settings)
         outputs = []
         for key, a, asked in self.asked(settings):
             if asked and key in self.op.alike:
                 outputs.append(torch.empty_like(like))
                 continue
-            size = (0,) if not asked else like.shape if isinstance(a, Like) else a.shape(shape, axis)
-            outputs.append(empty(size, like, work_dtype(like.dtype) if a.compute else None))
+            size = (0,) if not asked else like.shape if isinstance(a, Like) else a.shape(shape, axis, reduction)
+            wider = a.compute and not self.narrow(settings)
+            outputs.append(empty(size, like, work_dtype(like.dtype) if wider else None))
         return self.results(outputs)
 
     def run(self, *args: Any, **named: Any) -> Any:
         """Compute, on any device that a kernel is registered for."""
         op = self.op
         inputs, settings = self.split(args, named)
-        like = inputs[self._problem]
-        if not like.dim():
+        like = inputs[self.problem]
+        if like.dim() < op.least_rank:
             return self._run_scalar(inputs, settings)
         device = like.device
         try:
@@ -192,7 +212,7 @@ class Bound:
                 operands[key] = with_huge_pages(torch.empty(shape, dtype=_DTYPES[dtype], device=device))
         launch(plan, **operands)
         if len(op.outputs) == 1:
-            return operands[key]
+            return operands[key].to(like.dtype) if self.narrow(settings) else operands[key]
         return tuple([operands[key] if key in operands else like.new_empty(0) for key in op.outputs])
 
     def rows_of_one(self, inputs: Values) -> Values:
@@ -213,39 +233,63 @@ class Bound:
         """Over a batch, which is a dimension of rows like the others unless it has a weight for every member."""
         inputs, settings = self.split(args)
         dims = [d if isinstance(d, int) else None for d in (*in_dims, *[None] * len(inputs))][: len(inputs)]
+        if self.reduction(settings) != "none":
+            return self._batch_reduced(op, size, inputs, dims, settings)
         shared = all(d is None or not isinstance(a, AlongAxis) for (_, a), d in zip(self._kinds, dims, strict=True))
-        if not (shared and self.by_rows(settings)):
+        if not (shared and self.has_parts(settings)):
             return define.one_by_one(op, size, in_dims, *args)
         moved = [
             t if t is None or isinstance(a, AlongAxis) else define.batched(t, d, size)
             for (_, a), t, d in zip(self._kinds, inputs, dims, strict=True)
         ]
-        shape = moved[self._problem].shape[1:]
-        if not shape:
+        shape = moved[self.problem].shape[1:]
+        if len(shape) < self.op.least_rank:
             moved = [t.unsqueeze(1) if isinstance(a, Like) else t for (_, a), t in zip(self._kinds, moved, strict=True)]
-        axis = normalized_dim(self.op.name, settings[self.axis], shape)
+        axis = self.along(settings, shape)
         found = op(*moved, *self.moved(settings, axis + 1))
         outputs = []
         for (_, a, asked), t in zip(self.asked(settings), found if isinstance(found, tuple) else (found,), strict=True):
-            member = t if shape or not isinstance(a, Like) else t.squeeze(1)
+            member = t if len(shape) >= self.op.least_rank or not isinstance(a, Like) else t.squeeze(1)
             outputs.append(member if asked else t.new_empty((size, 0)))
         return self.results(outputs), (0,) * len(outputs) if len(outputs) > 1 else 0
+
+    def _batch_reduced(
+        self, op: define.Operator, size: int, inputs: Values, dims: list[int | None], settings: Values
+    ) -> tuple[Tensor, int]:
+        """Over a batch of losses: all as they are, then reduced for every member as it is alone."""
+        reduction, narrow = self.reduction(settings), self.narrow(settings)
+        moved = [define.batched(t, d, size) for t, d in zip(inputs, dims, strict=True)]
+        shape = tuple(moved[self.problem].shape)
+        for i, (_, a) in enumerate(self._kinds):
+            if isinstance(a, Loss):
+                losses = a.shape(shape, -1)
+                moved[i] = members.spread(moved[i], reduction, losses, partial(divisor, reduction, losses[1:]))
+        assert self._reduction is not None
+        settings = (*settings[: self._reduction], "none", *settings[self._reduction + 1 :])
+        found = op(*moved, *(settings[:-1] if self.has_loss else settings))
+        if not isinstance(next(iter(self.op.outputs.values())), Loss):
+            return found, 0
+        loss = members.reduced(found, reduction, partial(divisor, reduction, tuple(found.shape[1:])))
+        return (loss.to(moved[self.problem].dtype) if narrow else loss), 0
 
     def cast(self, *args: Any) -> Any:
         """As `run` under autocast: narrow inputs become float32."""
         inputs, settings = self.split(args)
+        if self.has_loss:
+            settings = settings[:-1]
         return self.call(*[t if t is None or t.dtype not in DTYPES else wide(t)[0] for t in inputs], *settings)
 
     def cuts(self, *args: Any) -> Iterator[tuple[list[int | None], list[int | None]]]:
         """The axes besides that of the rows, in every output and in every input that is given."""
         inputs, settings = self.split(args)
-        like, axis = self.place(inputs, settings)
-        if self.by_rows(settings):
-            for d in range(len(like.shape)):
-                if d != axis:
-                    outputs = [a.place(axis, d) if asked else None for _, a, asked in self.asked(settings)]
+        shape, reduction = inputs[self.problem].shape, self.reduction(settings)
+        axis = self.along(settings, shape)
+        if self.has_parts(settings):
+            for d in range(len(shape)):
+                if d != axis or self.axis is None:
+                    outputs = [a.place(axis, d, reduction) if asked else None for _, a, asked in self.asked(settings)]
                     given = zip(self._kinds, inputs, strict=True)
-                    yield outputs, [a.place(axis, d) for (_, a), tensor in given if tensor is not None]
+                    yield outputs, [a.place(axis, d, reduction) for (_, a), tensor in given if tensor is not None]
 
 
 def operator(
@@ -266,11 +310,11 @@ def operator(
     """
     bound = Bound(op)
     if op.linear is not None:
-        gradient = _linear(bound, op.linear)
+        gradient = derivatives.linear(bound, op.linear)
     elif op.vjp is not None:
-        gradient = _by_vjp(bound, _bound[op.vjp], tangent)
+        gradient = derivatives.by_vjp(bound, _bound[op.vjp], tangent)
     else:
-        gradient = _by_function(bound, derivative, tangent)
+        gradient = derivatives.by_function(bound, derivative, tangent)
     bound.call = define.operator(
         bound.schema(),
         run=bound.run,
@@ -284,108 +328,6 @@ def operator(
         sharding.add(op.name, bound.cuts)
     _bound[op.name] = bound
     return bound
-
-
-# --- derivatives -----------------------------------------------------------------------------------------------------
-def _linear(bound: Bound, name: str) -> define.Gradient:
-    """Of an operation that is linear in one input, with a symmetric Jacobian, and constant in the others."""
-    place = list(bound.op.inputs).index(name)
-
-    def save(node: Any, args: Values, output: Tensor) -> Values:
-        inputs, node.settings = bound.split(args)
-        return (*inputs[:place], *inputs[place + 1 :])
-
-    def again(node: Any, saved: Values, h: Tensor | None) -> Tensor:
-        inputs = [*saved[:place], torch.zeros_like(saved[0]) if h is None else h, *saved[place:]]
-        result: Tensor = bound.call(*inputs, *node.settings)
-        return result
-
-    return define.Gradient(
-        save,
-        lambda node, saved, h: (*[None] * place, again(node, saved, h)),
-        lambda node, saved, *tangents: again(node, saved, tangents[place]),
-    )
-
-
-def _by_vjp(bound: Bound, vjp: Bound, tangent: Callable[..., Any] | None) -> define.Gradient:
-    op = bound.op
-    arrays, attributes = [*op.inputs, *op.outputs], list(op.attributes)
-    upstream = {f"d{key}": i for i, key in enumerate(op.outputs) if f"d{key}" in vjp.op.inputs}
-    kept = [key for key in vjp.op.inputs if key not in upstream]
-    # For each input of the vjp: its place among the gradients, or behind them among what is saved.
-    order = [upstream[key] if key in upstream else len(op.outputs) + kept.index(key) for key in vjp.op.inputs]
-    saved_places = [arrays.index(key) for key in kept]
-    handed = [attributes.index(key) for key in vjp.op.attributes]
-    found_in = {key: list(vjp.op.outputs).index(name) for key, name in op.gradients(vjp.op).items()}
-    gradients = [found_in.get(key) for key in op.inputs]
-    flags = [list(op.inputs).index(key.removeprefix("d")) for key in vjp.flags]
-    without = [i for i, key in enumerate(op.outputs) if f"d{key}" not in upstream]
-
-    through = {attributes.index(key): value for key, value in op.straight_through.items()}
-
-    def read(inputs: Values, output: Any) -> Values:
-        """What the vjp reads."""
-        everything = (*inputs, *output) if isinstance(output, tuple) else (*inputs, output)
-        return tuple([everything[i] for i in saved_places])
-
-    def save(node: Any, args: Values, output: Any) -> Values:
-        inputs, node.settings = bound.split(args)
-        if without:
-            node.mark_non_differentiable(*[output[i] for i in without])
-        node.again = any(node.settings[i] != value for i, value in through.items())
-        return inputs if node.again else read(inputs, output)
-
-    def pulled(node: Any, saved: Values, grads: Values, asked: list[bool]) -> Any:
-        if node.again:
-            settings = [through.get(i, value) for i, value in enumerate(node.settings)]
-            saved = read(saved, bound.call(*saved, *settings))
-        given = (*grads, *saved)
-        return vjp.call(*[given[i] for i in order], *[node.settings[i] for i in handed], *asked)
-
-    def backward(node: Any, saved: Values, *grads: Tensor | None) -> Values:
-        if all(grads[i] is None for i in upstream.values()):
-            return (None,)
-        needs = node.needs_input_grad
-        found = pulled(node, saved, grads, [needs[i] for i in flags])
-        if isinstance(found, Tensor):
-            return (found,)
-        return tuple([None if place is None or not needs[i] else found[place] for i, place in enumerate(gradients)])
-
-    def push(node: Any, saved: Values, *tangents: Tensor | None) -> Any:
-        if op.symmetric:  # in its only input, so that the vjp serves
-            return pulled(node, saved, tangents[:1], [])
-        return _pushed(op, tangent, dict(zip(kept, saved, strict=True)), node.settings, tangents)
-
-    return define.Gradient(save, backward, push)
-
-
-def _by_function(
-    bound: Bound, derivative: Callable[..., Named] | None, tangent: Callable[..., Any] | None
-) -> define.Gradient:
-    op = bound.op
-
-    def save(node: Any, args: Values, output: Any) -> Values:
-        inputs, node.settings = bound.split(args)
-        return inputs
-
-    def backward(node: Any, saved: Values, *grads: Tensor | None) -> Values:
-        if derivative is None:
-            raise UnsupportedError(f"{op.name}: its own derivative is not available; differentiate once")
-        needs = dict(zip(op.inputs, node.needs_input_grad, strict=False))
-        inputs = dict(zip(op.inputs, saved, strict=True))
-        found = derivative(inputs, node.settings, needs, dict(zip(op.outputs, grads, strict=True)))
-        return tuple([found.get(key) for key in op.inputs])
-
-    def push(node: Any, saved: Values, *tangents: Tensor | None) -> Any:
-        return _pushed(op, tangent, dict(zip(op.inputs, saved, strict=True)), node.settings, tangents)
-
-    return define.Gradient(save, backward, push)
-
-
-def _pushed(op: Operation, tangent: Callable[..., Any] | None, saved: Named, settings: Values, tangents: Values) -> Any:
-    if tangent is None:
-        raise UnsupportedError(f"{op.name}: there is no forward mode for it; use reverse mode")
-    return tangent(saved, settings, dict(zip(op.inputs, tangents, strict=False)))
 
 
 # --- functions -------------------------------------------------------------------------------------------------------
@@ -409,7 +351,7 @@ def function(bound: Bound, called: str | None = None) -> Callable[..., Any]:
     name, arguments = called or op.name, bound.names[:count]
     required = [not a.optional for a in op.inputs.values()]
     kinds = zip(bound.names[count:], op.attributes.values(), strict=False)
-    checks = [(_CHECKS[a.kind], key, _PLAIN.get(a.kind)) for key, a in kinds]
+    checks = [(_CHECKS.get(a.kind, a.plain), key, _PLAIN.get(a.kind)) for key, a in kinds]
     flags = bound.flags
 
     def run(
@@ -453,7 +395,7 @@ def _into(
     bound: Bound, inputs: Values, values: Values, wanted: tuple[str, ...], out: Tensor | None, dtype: torch.dtype | None
 ) -> Any:
     """Compute by the plan, into memory that was brought or for a recording."""
-    op, like = bound.op, inputs[list(bound.op.inputs).index(bound.op.problem)]
+    op, like = bound.op, inputs[bound.problem]
     if torch.compiler.is_compiling():
         assert out is not None
         return out.copy_(bound.function(inputs, values, wanted, None, dtype))
@@ -463,10 +405,10 @@ def _into(
         inputs = tuple([t.to(dtype) for t in inputs])
     if out is not None:
         require_tensor(op.name, out, "out")
-    values = bound.unsigned(bound.moved(values, normalized_dim(op.name, values[bound.axis], like.shape)))
+    values = bound.unsigned(bound.moved(values, bound.along(values, like.shape)))
     with functional.unguarded():
         try:
-            if like.dim():
+            if like.dim() >= op.least_rank:
                 return core_call.planned(op)(inputs, values, wanted, out)
             row = out if out is None or out.dim() else out.view(1)
             found = core_call.planned(op)(bound.rows_of_one(inputs), values, wanted, row)

@@ -3,6 +3,9 @@
 from isograd.ops.gumbel_softmax.torch import (
     gumbel_softmax,
 )
+from isograd.ops.kl_div.torch import (
+    kl_div,
+)
 from isograd.ops.rmsnorm.torch import (
     rms_norm,
 )
@@ -18,6 +21,7 @@ from isograd.ops.sparsemax.torch import (
 
 __all__ = [
     "gumbel_softmax",
+    "kl_div",
     "log_softmax",
     "log_softmax_backward",
     "rms_norm",

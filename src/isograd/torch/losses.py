@@ -12,7 +12,7 @@ from isograd.losses.reductions import checked_reduction, counted
 from isograd.plan import real_number
 from isograd.torch.indexing import enter
 from isograd.torch.ops_cross_entropy import CROSS_ENTROPY
-from isograd.torch.ops_divergence import DISTILLATION_LOSS, KL_DIV
+from isograd.torch.ops_divergence import DISTILLATION_LOSS
 from isograd.torch.ops_linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from isograd.torch.tensors import checked_index, integer, refuse, require_count, require_dense, require_tensor
 from isograd.typing import BatchReduction, Reduction
@@ -151,34 +151,6 @@ def linear_cross_entropy(
         divisor,
         matrix,
     )[0]
-
-
-def kl_div(
-    input: Tensor,  # noqa: A002
-    target: Tensor,
-    size_average: None = None,
-    reduce: None = None,
-    reduction: BatchReduction = "mean",
-    log_target: bool = False,
-) -> Tensor:
-    """`torch.nn.functional.kl_div`: `p (log p - x)` for every element, reduced.
-
-    input: log-probabilities x. target: probabilities p, or with log_target their logarithms; one shape and dtype.
-    reduction: "mean" over all elements, "batchmean" over the first dimension, "sum" or "none".
-
-    Where p is 0 the term is 0 and so is its gradient, also for an input of -inf (torch: NaN). The loss has input's
-    dtype as in torch (`isograd.kl_div` returns float32 for 16 bits); under autocast narrow inputs give float32. The
-    gradients of both have the bits of `isograd.kl_div_backward`. Differentiable twice.
-
-    Raises InvalidProblemError for shapes or dtypes that differ, UnsupportedError for other dtypes and for torch's
-    deprecated `size_average` and `reduce`.
-    """
-    enter("kl_div")
-    require_dense("kl_div", input, "input")
-    require_dense("kl_div", target, "target")
-    refuse("kl_div", None, size_average=size_average, reduce=reduce)
-    promises.checked_reduction("kl_div", reduction)
-    return KL_DIV(input, target, reduction, bool(log_target), _is_narrow(input))  # type: ignore[no-any-return]
 
 
 def distillation_loss(

@@ -1,10 +1,14 @@
-"""What batching rules share: members as rows of one problem, reduced as each is alone, and indices that count on."""
+"""What batching rules and second derivatives share.
+
+Members as rows of one problem, reduced as each is alone, and indices that count on.
+"""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from isograd.numerics.losses import divisor as count_of
 from isograd.torch.ops_gather import GATHER_BACKWARD
 from isograd.torch.ops_scaled import DIVIDED
 from isograd.torch.tensors import Shape
@@ -36,6 +40,16 @@ def reduced(losses: Tensor, reduction: str, divisor: Callable[[], Divisor]) -> T
     if reduction == "none":
         return losses
     return totals(losses) if reduction == "sum" else _quotients(totals(losses), divisor())
+
+
+def share(reduction: str, shape: Shape) -> float:
+    """What every single loss counts in the reduced one, in torch's own sums."""
+    return 1.0 if reduction == "none" else 1.0 / max(count_of(reduction, tuple(shape)), 1)
+
+
+def summed(terms: Tensor, reduction: str) -> Tensor:
+    """Terms after a reduction, by torch's own sum."""
+    return terms if reduction == "none" else terms.sum() * share(reduction, terms.shape)
 
 
 def spread(dloss: Tensor, reduction: str, shape: Shape, divisor: Callable[[], Divisor]) -> Tensor:

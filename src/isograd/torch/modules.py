@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from isograd.ops.kl_div.torch import kl_div
 from isograd.ops.softmax.torch import log_softmax, softmax
 from isograd.torch import losses
 from isograd.torch.tensors import refuse
@@ -77,7 +78,7 @@ class KLDivLoss(torch.nn.KLDivLoss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:  # noqa: A002
         """Divergence of `target` from the log-probabilities `input`."""
-        return losses.kl_div(
+        return kl_div(
             input,
             target,
             reduction=self.reduction,  # type: ignore[arg-type]  # torch says str

@@ -72,7 +72,7 @@ _FUNCTIONAL: tuple[Callable[..., Any], ...] = (
     dot_product.scaled_dot_product_attention,
     indexing.embedding,
     losses.cross_entropy,
-    losses.kl_div,
+    exported.kl_div,
     exported.rms_norm,
 )
 for _call in _INDEXING:

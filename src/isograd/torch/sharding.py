@@ -109,16 +109,6 @@ def _cross_entropy_backward(
             yield [d], [row if reduction == "none" else None, d, target, *_given((weight, None)), row + 1]
 
 
-def _kl_div(x: Any, target: Any, reduction: str, *_: Any) -> Iterator[Cut]:
-    if reduction == "none":
-        yield from (([d], [d, d]) for d in range(len(x.shape)))
-
-
-def _kl_div_backward(dloss: Any, x: Any, target: Any, reduction: str, *_: Any) -> Iterator[Cut]:
-    if reduction in ("none", "sum"):
-        yield from (([d], [d if reduction == "none" else None, d, d]) for d in range(len(x.shape)))
-
-
 def _distillation(student: Any, teacher: Any, temperature: float, indices: Any, reduction: str, *_: Any) -> Any:
     if reduction == "none":
         yield from (([d], [d, d, *_given((indices, d))]) for d in _others(student, -1))
@@ -172,8 +162,6 @@ _CUTS: dict[str, Callable[..., Iterator[Cut]]] = {
     "embedding_backward": lambda grad, *_: iter([([1], [len(grad.shape) - 1, None])]),
     "cross_entropy": _cross_entropy,
     "cross_entropy_backward": _cross_entropy_backward,
-    "kl_div": _kl_div,
-    "kl_div_backward": _kl_div_backward,
     "distillation_loss": _distillation,
     "distillation_loss_backward": _distillation_backward,
     "moe_router": _router,

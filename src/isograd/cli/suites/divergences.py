@@ -48,27 +48,6 @@ def _upstream(shape: tuple[int, ...], dtype: str, stream: int) -> Array:
 
 
 # --- divergences -----------------------------------------------------------------------------------------------------
-def _kl_cases(backward: bool, dtype: str) -> Iterator[Case]:
-    options = [("mean", False), ("sum", True), ("batchmean", False), ("none", True), ("none", False)]
-    for i, (name, x, t) in enumerate(logits(dtype, _STREAM + 1)):
-        reduction, log_target = options[i % 5]
-        log_p = _log_softmax(t)
-        target = ref.narrow(log_p, x.dtype) if log_target else _exp(log_p, dtype)
-        inputs = {"input": ref.narrow(_log_softmax(x), x.dtype), "target": target}
-        chosen: dict[str, Any] = {"reduction": reduction, "log_target": log_target}
-        if backward:
-            shape = x.shape if reduction == "none" else ()
-            inputs = {"dloss": _upstream(shape, dtype, _STREAM + 40 + i), **inputs}
-            chosen["wrt"] = "target" if i % 2 else "input"
-        yield Case(name, inputs, chosen)
-        if name == "40 x 256" and not backward:
-            yield Case(f"{name}, transposed", {key: a.T for key, a in inputs.items()}, chosen)
-
-
-def _kl_descriptor(type_: Callable[..., Descriptor], case: Case, dtype: str) -> Descriptor:
-    return type_(case.inputs["input"].shape, dtype, **case.options)
-
-
 def _named(teacher: Array, k: int, dtype: str, index: Any) -> tuple[Array, Array]:
     """A teacher's log-probabilities at k classes: every third one, wrapped around."""
     log_p = _log_softmax(teacher)
@@ -94,26 +73,6 @@ def _distillation_descriptor(type_: Callable[..., Descriptor], case: Case, dtype
 
 
 # --- invariances -----------------------------------------------------------------------------------------------------
-def _shuffled(case: Case, axis: int, seed: int, put_back: bool) -> Iterator[Change]:
-    """The elements of an axis of every input in another order; put back where the results have that axis."""
-    *_, like = case.inputs.values()
-    if like.ndim <= axis % max(like.ndim, 1) or like.ndim == 0:
-        return
-    order = random.permutation(like.shape[axis], seed=seed)
-
-    def take(a: Array) -> Array:
-        return np.take(a, order, axis) if a.ndim == like.ndim else a
-
-    yield Change(each(case, take), every(take) if put_back else unchanged)
-
-
-def _kl_order(case: Case) -> Iterator[Change]:
-    """Columns, then rows in another order."""
-    single = case.options["reduction"] == "none" or "dloss" in case.inputs
-    for axis in (0, 1):
-        yield from _shuffled(case, axis, 3 + axis, single)
-
-
 def _class_order(case: Case) -> Iterator[Change]:
     """The classes, and the teacher's named ones, in another order."""
     backward = "dloss" in case.inputs
@@ -158,23 +117,10 @@ def _suite(
     )
 
 
-_KL = {"order": _kl_order, "layout": layout}
 _CLASSES = {"order": _class_order, "batch": _class_batch, "layout": layout}
 _d, _dr = divergence, divergence_reference
 
 SUITES: dict[str, Suite] = {
-    "kl_div": _suite(
-        _d.KlDivPlan, _d.KlDivDescriptor, _dr, "kl_div", _kl_descriptor, functools.partial(_kl_cases, False), _KL
-    ),
-    "kl_div_backward": _suite(
-        _d.KlDivBackwardPlan,
-        _d.KlDivBackwardDescriptor,
-        _dr,
-        "kl_div_backward",
-        _kl_descriptor,
-        functools.partial(_kl_cases, True),
-        {"layout": layout},
-    ),
     "distillation_loss": _suite(
         _d.DistillationLossPlan,
         _d.DistillationLossDescriptor,

@@ -286,9 +286,7 @@ def gumbel_softmax(problem: Any, logits: torch.Tensor, y: torch.Tensor, size: Ti
 
 
 @launcher("gumbel_softmax_backward")
-def gumbel_softmax_backward(
-    problem: Any, dy: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, size: Tile | None = None
-) -> None:
+def gumbel_softmax_backward(problem: Any, dy: torch.Tensor, y: torch.Tensor, dx: torch.Tensor) -> None:
     """Compute dx: the gradient of softmax in the work type, times 1 / tau, rounded to the storage type once."""
     if dx.numel() == 0:
         return

@@ -1,19 +1,31 @@
-# mypy: ignore-errors
 # ruff: noqa: N803, SIM108
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
-"""kl_div in Triton, one element at a time in any layout; `divergence_reference.py` is the definition.
+"""kl_div in Triton, one element at a time in any layout; `reference.py` is the definition.
 
 A reduction takes two passes over the terms, which are computed anew: `kl_keys` finds the largest of every chunk,
 `kl_parts` adds up integer terms. `isograd.reduction` adds up the chunks.
 """
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
+from isograd.core.kernel import launcher
 from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
 from isograd.numerics import triton_terms as terms
+from isograd.numerics.losses import divisor
 from isograd.numerics.triton_memory import element_offset, wide_int
+from isograd.reduction.triton_kernels import sum_finish
+from isograd.triton_launcher import Launcher, Specification, architecture, kept, merged, processors
+
+Strides = tuple[int, ...]
+_ELEMENTS = 1024  # of a tile of elements
+_MOST_CHUNKS = 512
+_SHORT_SUM = 1 << 17  # terms whose integer parts add up in one word each
 
 
 @triton.jit
@@ -127,3 +139,93 @@ def kl_gradient(
             slope = _known(p, x, (ops.log(t) - x) + 1.0)
     dx = ops.narrow(g * slope, dx_ptr.dtype.element_ty, False)
     tl.store(dx_ptr + element_offset(index, shape, dx_strides), dx, mask=mask)
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
+def _merged(shape: Sequence[int], strides: Sequence[Strides]) -> tuple[Any, ...]:
+    """(shape, strides of every tensor) of merged dimensions, at least one."""
+    sizes, steps = merged(shape, strides)
+    if not sizes:
+        sizes, steps = [1], [tuple(0 for _ in strides)]
+    return (tuple(sizes), *(tuple(step[t] for step in steps) for t in range(len(strides))))
+
+
+@kept
+def _elements(
+    kernel: Any, n: int, before: tuple[int, ...], shape: Strides, strides: Any, flags: Any, _: Any
+) -> Launcher:
+    tail = (n, *before, *_merged(shape, strides), *flags, _ELEMENTS)
+    return Launcher(kernel, Specification(tail, -(-n // _ELEMENTS)))
+
+
+class _Sum(NamedTuple):
+    """The kernels of a sum in chunks, and the sizes of their scratch memory."""
+
+    keys: Launcher
+    parts: Launcher
+    finish: Launcher
+    chunks: int
+    words: int
+
+
+@kept
+def _sum(
+    n: int, share: int, shape: Strides, strides: Any, log_target: bool, wide: bool, multiprocessors: int, _: Any
+) -> _Sum:
+    chunks = min(4 * multiprocessors, -(-n // _ELEMENTS), _MOST_CHUNKS)
+    length = -(-n // (chunks * _ELEMENTS)) * _ELEMENTS
+    chunks = -(-n // length)
+    words = (2 if wide else 1) * (2 if n > _SHORT_SUM else 1)
+    layout, most = _merged(shape, strides), _MOST_CHUNKS
+    free = ("n", "length", "chunks")
+    keys = Specification((n, length, *layout, log_target, _ELEMENTS), chunks, free=free[:2])
+    parts = Specification((n, length, chunks, *layout, log_target, _ELEMENTS, most, words), chunks, free=free)
+    tail = (share, 1, chunks, 1, 1, 1, (), (), 1, most, words, share != 1, False)
+    finish = Specification(tail, 1, free=("n", "chunks"))
+    return _Sum(
+        Launcher(kl_keys, keys),
+        Launcher(kl_parts, parts),
+        Launcher(sum_finish, finish),
+        chunks,
+        words,
+    )
+
+
+@launcher("kl_div")
+def kl_div(problem: Any, input: torch.Tensor, target: torch.Tensor, loss: torch.Tensor) -> None:  # noqa: A002
+    """Compute the loss."""
+    x, t, n = input, target, input.numel()
+    shape, log_target, like = problem.shape, problem.log_target, (x.dtype, architecture(x))
+    if problem.reduction == "none":
+        if n:
+            strides = (x.stride(), t.stride(), loss.stride())
+            _elements(kl_terms, n, (), shape, strides, (log_target,), like)(x, t, loss)
+        return
+    share = divisor(problem.reduction, shape)
+    if n == 0:
+        loss.fill_(0.0 if share else float("nan"))
+        return
+    wide = x.dtype == torch.float64
+    found = _sum(n, share, shape, (x.stride(), t.stride()), log_target, wide, processors(x), like)
+    keys = torch.empty(found.chunks, dtype=torch.int64 if wide else torch.int32, device=x.device)
+    words = torch.empty(found.chunks * found.words, dtype=torch.int64, device=x.device)
+    found.keys(x, t, keys)
+    found.parts(x, t, keys, words)
+    found.finish(keys, words, loss)
+
+
+@launcher("kl_div_backward")
+def kl_div_backward(
+    problem: Any,
+    dloss: torch.Tensor,
+    input: torch.Tensor,  # noqa: A002
+    target: torch.Tensor,
+    dx: torch.Tensor,
+) -> None:
+    """Compute dx; it may be the input or the target."""
+    if dx.numel() == 0:
+        return
+    shape, share = problem.shape, 1 if problem.reduction == "none" else divisor(problem.reduction, problem.shape)
+    strides = (dloss.expand(shape).stride(), input.stride(), target.stride(), dx.stride())
+    flags, like = (problem.log_target, problem.wrt == "input"), (input.dtype, architecture(input))
+    _elements(kl_gradient, dx.numel(), (share,), shape, strides, flags, like)(dloss, input, target, dx)

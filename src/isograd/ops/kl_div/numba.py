@@ -1,8 +1,13 @@
-# mypy: ignore-errors
 """kl_div on the CPU: pieces of a block, so that the two passes of a sum find their threads in any shape."""
+
+from typing import Any
 
 import numpy as np
 
+from isograd import parallel
+from isograd.core.kernel import launcher
+from isograd.fenv import default_environment
+from isograd.numerics.losses import divisor
 from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import (
     BLOCK,
@@ -26,6 +31,8 @@ from isograd.numerics.numba_sum import (
     sum_scale,
 )
 from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
+from isograd.numerics.storage import address, kernel_type
+from isograd.rows.walk import element_strides, piece_walk, work_zero
 
 
 @device_function
@@ -191,3 +198,52 @@ def kl_gradient(
             for i in range(count):
                 store(b, i, (load(c, i) / divisor) * load(b, i))
         store_block(dx, row_offset(row, shape, dx_strides) + j * dx_stride, dx_stride, count, b)
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
+_NOTHING: Any = (0, (), 1, ())
+
+
+def _share(problem: Any, zero: Any) -> Any:
+    """What the sum of the losses is divided by."""
+    with default_environment():
+        return type(zero)(1 if problem.reduction == "none" else divisor(problem.reduction, problem.shape))
+
+
+@launcher("kl_div")
+def kl_div(problem: Any, input: Any, target: Any, loss: Any) -> None:  # noqa: A002
+    """Compute the loss."""
+    x, t, shape, log_target = input, target, problem.shape, problem.log_target
+    like, zero = kernel_type(x.dtype), work_zero(problem.dtype)
+    if problem.reduction == "none":
+        if x.size:
+            count, outer, n, steps = piece_walk(shape, tuple(map(element_strides, (x, t, loss))), BLOCK)
+            tail = (*map(address, (x, t, loss)), *outer, n, *steps, log_target)
+            parallel.for_ranges(kl_terms, count, parallel.grain(count, BLOCK), like, zero, *tail)
+        return
+    count, outer, n, steps = piece_walk(shape, tuple(map(element_strides, (x, t))), BLOCK) if x.size else _NOTHING
+    # Sums of whole numbers and maxima: which pieces share a slot leaves no trace.
+    size = parallel.grain(count, min(n, BLOCK))
+    slots = -(-count // size)
+    keys = np.zeros(slots + 1, np.int64 if problem.dtype == "float64" else np.int32)
+    highs, lows, done, specials = (np.zeros(slots, of) for of in (np.int64, np.uint64, np.int64, np.int64))
+    head = (like, zero, address(x), address(t), *outer, n, *steps, log_target, keys, highs, lows, done)
+    if slots:
+        parallel.for_ranges(kl_try, slots, 1, *head, np.zeros_like(keys[:1]), count, size)
+    key = keys.max()
+    if slots:
+        parallel.for_ranges(kl_sum, slots, 1, *head, specials, key, count, size)
+    parallel.for_ranges(finish_sum, 1, 1, zero, key, highs, lows, specials, _share(problem, zero), address(loss))
+
+
+@launcher("kl_div_backward")
+def kl_div_backward(problem: Any, dloss: Any, input: Any, target: Any, dx: Any) -> None:  # noqa: A002
+    """Compute dx; it may be the input or the target."""
+    if dx.size == 0:
+        return
+    zero, operands = work_zero(problem.dtype), (np.broadcast_to(dloss, problem.shape), input, target, dx)
+    count, outer, n, steps = piece_walk(problem.shape, tuple(map(element_strides, operands)), BLOCK)
+    parallel.for_ranges(
+        kl_gradient, count, parallel.grain(count, min(n, BLOCK)), kernel_type(dx.dtype), zero, *map(address, operands),
+        *outer, n, *steps, _share(problem, zero), problem.log_target, problem.wrt == "input",
+    )  # fmt: skip
