@@ -101,16 +101,6 @@ with default_environment():
         CrossEntropyGradientPlan,
         CrossEntropyPlan,
     )
-    from isograd.losses.divergence_api import (
-        distillation_loss,
-        distillation_loss_backward,
-    )
-    from isograd.losses.divergence_plans import (
-        DistillationLossBackwardDescriptor,
-        DistillationLossBackwardPlan,
-        DistillationLossDescriptor,
-        DistillationLossPlan,
-    )
     from isograd.losses.linear_plans import (
         LinearCrossEntropyDescriptor,
         LinearCrossEntropyGradientDescriptor,
@@ -209,10 +199,6 @@ __all__ = [
     "CrossEntropyGradientPlan",
     "CrossEntropyPlan",
     "DeviceMismatchError",
-    "DistillationLossBackwardDescriptor",
-    "DistillationLossBackwardPlan",
-    "DistillationLossDescriptor",
-    "DistillationLossPlan",
     "Encoder",
     "ErrorBound",
     "ExpertCountsDescriptor",
@@ -283,8 +269,6 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_backward",
     "debug",
-    "distillation_loss",
-    "distillation_loss_backward",
     "embedding",
     "embedding_backward",
     "equal",

@@ -1,5 +1,15 @@
 """The names of operations; written by `python tools/update_names.py`."""
 
+from isograd.ops.distillation_loss.api import (
+    distillation_loss,
+    distillation_loss_backward,
+)
+from isograd.ops.distillation_loss.operation import (
+    DistillationLossBackwardDescriptor,
+    DistillationLossBackwardPlan,
+    DistillationLossDescriptor,
+    DistillationLossPlan,
+)
 from isograd.ops.gumbel_softmax.api import (
     gumbel_softmax,
     gumbel_softmax_backward,
@@ -58,6 +68,10 @@ from isograd.ops.sparsemax.operation import (
 )
 
 __all__ = [
+    "DistillationLossBackwardDescriptor",
+    "DistillationLossBackwardPlan",
+    "DistillationLossDescriptor",
+    "DistillationLossPlan",
     "GumbelSoftmaxBackwardDescriptor",
     "GumbelSoftmaxBackwardPlan",
     "GumbelSoftmaxDescriptor",
@@ -82,6 +96,8 @@ __all__ = [
     "SparsemaxBackwardPlan",
     "SparsemaxDescriptor",
     "SparsemaxPlan",
+    "distillation_loss",
+    "distillation_loss_backward",
     "gumbel_softmax",
     "gumbel_softmax_backward",
     "kl_div",

@@ -53,7 +53,7 @@ def inputs(op: Operation, rng: Any, flavour: str, shape: Any, dtype: str, settin
         if array.optional and key not in given:
             continue
         of = NUMPY[compute_dtype(dtype) if array.compute else dtype]
-        made[key] = values(rng, flavour, array.shape(shape, axis_of(settings, shape), op.reduction(settings)), of)
+        made[key] = values(rng, flavour, array.shape(shape, axis_of(settings, shape), settings), of)
         if key == "target" and flavour == "normal":  # probabilities are positive
             made[key] = np.abs(made[key]) + np.asarray(0.1, of)
         if isinstance(array, AlongAxis) and flavour == "offset":  # a weight near one
@@ -61,7 +61,7 @@ def inputs(op: Operation, rng: Any, flavour: str, shape: Any, dtype: str, settin
     if root is not None:
         of_root = {key: made[key] if key in made else values(rng, flavour, shape, NUMPY[dtype]) for key, a in
                    root.inputs.items() if not a.optional or key in made}  # fmt: skip
-        known = {key: settings.get(key, a.default) for key, a in root.attributes.items()}
+        known = {key: settings.get(key, a.default) for key, a in root.given.items()}
         with np.errstate(all="ignore"):
             results = root.reference(**of_root, **known)
         results = results if isinstance(results, tuple) else (results,)
@@ -82,7 +82,7 @@ def _accepted(attribute: Any) -> tuple[Any, ...]:
 def settings_of(op: Operation, axis: int, i: int = 0) -> dict[str, Any]:
     """The i-th choice of attributes, the first one their defaults, along an axis."""
     chosen = {}
-    for step, (key, a) in enumerate(op.attributes.items(), 1):
+    for step, (key, a) in enumerate(op.given.items(), 1):
         values = _accepted(a)
         chosen[key] = values[i * step % len(values)]
     return chosen | ({"axis": axis} if "axis" in op.attributes else {})
@@ -149,7 +149,7 @@ def wrong_of(op: Operation) -> dict[str, tuple[Any, ...]]:
         else:
             shorter = good[:1] if good.ndim else good.reshape(1)
             wrong[key] = (shorter, good.astype(np.float64), *([] if array.optional else [None]))
-    for key, attribute in op.attributes.items():
+    for key, attribute in op.given.items():
         if key in inspect.signature(getattr(ig, op.name)).parameters:
             wrong[key] = (7, 0.5) if attribute.kind == "int" else ("a", -1.0)
     return wrong
@@ -158,4 +158,4 @@ def wrong_of(op: Operation) -> dict[str, tuple[Any, ...]]:
 def required_of(op: Operation) -> dict[str, Any]:
     """The attributes that its function has no defaults of."""
     given = inspect.signature(getattr(ig, op.name)).parameters
-    return {key: a.default for key, a in op.attributes.items() if key in given and given[key].default is inspect._empty}
+    return {key: a.default for key, a in op.given.items() if key in given and given[key].default is inspect._empty}

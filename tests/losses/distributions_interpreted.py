@@ -23,9 +23,9 @@ from distributions import named, reference, values
 from interpreter_patches import report
 
 import isograd as ig
-from isograd.losses import divergence_plans as divergence
-from isograd.losses import triton_distributions_launch as launch
 from isograd.numerics.storage import compute_dtype
+from isograd.ops.distillation_loss import operation as divergence
+from isograd.ops.distillation_loss import triton as launch
 from isograd.rows.triton_launch import Tile
 
 NUMPY = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
@@ -66,7 +66,7 @@ def run(function: Any, descriptor: Any, inputs: dict[str, Any], size: Tile | Non
     out = torch.full(output.shape, 7, dtype=getattr(torch, output.dtype))
     arguments = {name: to_torch(a) for name, a in inputs.items()} | {output.name: out}
     with np.errstate(all="ignore"):
-        function(descriptor, arguments, *([size] if size else []))
+        function(descriptor, **arguments, size=size)
     return out
 
 
@@ -107,11 +107,11 @@ def distilled(
         fields |= {"classes": k, "index_dtype": indices.dtype.name}
     label = f"{dtype} {shape} {flavour} {options}"
     if not backward:
-        got = run(launch.distillation, divergence.DistillationLossDescriptor(**fields), inputs, size)
+        got = run(launch.distillation_loss, divergence.DistillationLossDescriptor(**fields), inputs, size)
         return label, got, expected("distillation_loss", **inputs, **options)
     g = values(rng, "normal", shape[:-1] if reduction == "none" else (), NUMPY[compute_dtype(dtype)])
     descriptor = divergence.DistillationLossBackwardDescriptor(**fields)
-    got = run(launch.distillation, descriptor, {"dloss": g, **inputs}, size)
+    got = run(launch.distillation_loss_backward, descriptor, {"dloss": g, **inputs}, size)
     return label, got, expected("distillation_loss_backward", g, **inputs, **options)
 
 
@@ -129,10 +129,10 @@ def faults() -> Iterator[Case]:
             if backward:
                 descriptor: Any = divergence.DistillationLossBackwardDescriptor(**fields)
                 g = np.ones(5, np.float32)
-                got = run(launch.distillation, descriptor, {"dloss": g, **inputs})
+                got = run(launch.distillation_loss_backward, descriptor, {"dloss": g, **inputs})
                 right = expected("distillation_loss_backward", g, x, kept, indices, reduction="none")
             else:
-                got = run(launch.distillation, divergence.DistillationLossDescriptor(**fields), inputs)
+                got = run(launch.distillation_loss, divergence.DistillationLossDescriptor(**fields), inputs)
                 right = expected("distillation_loss", x, kept, indices, reduction="none")
             right[2] = np.nan
             yield f"{value} {backward}", got, right

@@ -14,8 +14,8 @@ import triton_targets  # noqa: E402
 from choices import alongside, quick_first, thinned  # noqa: E402
 from triton_targets import TARGETS, resources  # noqa: E402
 
-from isograd.losses import triton_distributions_launch as launch  # noqa: E402
 from isograd.numerics.storage import compute_dtype  # noqa: E402
+from isograd.ops.distillation_loss import triton as launch  # noqa: E402
 from isograd.reduction import cuda as reduction  # noqa: E402
 
 SCRIPT = Path(__file__).parent / "distributions_interpreted.py"
@@ -60,7 +60,8 @@ def call(operation: str, problem: str) -> Any:
     arguments = {"student": x, "teacher": x[:, :8] if top else x}
     arguments |= {"indices": torch.zeros((count, 8), dtype=torch.int64)} if top else {}
     arguments |= {"dloss": losses, "dstudent": x} if backward else {"loss": losses}
-    return lambda: launch.distillation(descriptor, arguments)
+    function = launch.distillation_loss_backward if backward else launch.distillation_loss
+    return lambda: function(descriptor, **arguments)
 
 
 @pytest.mark.thorough

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from isograd import arrays
 from isograd.errors import InvalidProblemError
-from isograd.plan import checked_axis, integer, real_number
+from isograd.numerics.storage import compute_dtype
+from isograd.plan import INDEX_DTYPES, checked_axis, checked_dtype, integer, real_number
 
 
 class Attribute(ABC):
@@ -132,8 +134,64 @@ class Choice(Attribute):
 class Reduction(Choice):
     """What becomes of losses: their mean, their sum over the first dimension's size, their sum, or all as they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, default: str = "mean") -> None:
         super().__init__("mean", "batchmean", "sum", "none")
+        self.default = default
+
+
+class Measured(Attribute):
+    """An attribute that nobody gives: it is measured from the input `of`, which need not be there."""
+
+    def __init__(self, of: str, default: Any = None) -> None:
+        super().__init__(default)
+        self.of = of
+
+    def plain(self, operation: str, argument: str, value: Any) -> Any:
+        """The value, which `checked` looks at."""
+        return value
+
+    @abstractmethod
+    def measure(self, operation: str, array: Any) -> Any:
+        """The value for an array, or for None."""
+
+
+class SizeOf(Measured):
+    """How many elements of each row an input has; None where it is not there."""
+
+    def measure(self, operation: str, array: Any) -> Any:
+        """The size of its last dimension."""
+        return None if array is None else (array.shape[-1] if len(array.shape) else 0)
+
+    def checked(self, operation: str, argument: str, value: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        """The size, of one element to all."""
+        if value is not None and not 1 <= value <= shape[-1]:
+            raise InvalidProblemError(
+                f"{operation}: {argument} is {value}; accepted for shape {shape}: 1 to {shape[-1]}"
+            )
+        return value
+
+
+class DtypeOf(Measured):
+    """The dtype of an input: one with the problem's compute dtype, by default the problem's, or an index type."""
+
+    def __init__(self, of: str, default: str | None = None) -> None:
+        super().__init__(of, default)
+        self.index = default in INDEX_DTYPES
+
+    def measure(self, operation: str, array: Any) -> Any:
+        """The dtype's name."""
+        return self.default if array is None else arrays.describe(array, operation, self.of, self.index)[1]
+
+    def checked(self, operation: str, argument: str, value: Any, shape: tuple[int, ...], dtype: str) -> str:
+        """The name, which is accepted."""
+        if self.index:
+            return checked_dtype(operation, value, INDEX_DTYPES, argument)
+        found = checked_dtype(operation, dtype if value is None else value, argument=argument)
+        if compute_dtype(found) != compute_dtype(dtype):
+            raise InvalidProblemError(
+                f"{operation}: {self.of} has dtype {found} for {dtype}; float64 goes with float64 only"
+            )
+        return found
 
 
 class Word(Attribute):

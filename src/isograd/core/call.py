@@ -33,7 +33,7 @@ def function(op: Operation) -> Callable[..., Any]:
     operation that has one, which comes back. Tensors go to torch's front end, where gradients are recorded.
     """
     name, run = op.name, planned(op)
-    checks = [(key, a.plain, _PLAIN.get(a.kind)) for key, a in op.attributes.items()]
+    checks = [(key, a.plain, _PLAIN.get(a.kind)) for key, a in op.given.items()]
     differentiable = op.vjp is not None
 
     def called(
@@ -61,13 +61,14 @@ def function(op: Operation) -> Callable[..., Any]:
 def planned(op: Operation) -> Callable[..., Any]:
     """The same for attributes that were checked, by a plan for any kind of arrays; gradients are refused."""
     name, problem, names, alike = op.name, op.problem, tuple(op.inputs), op.alike
-    optional = [i for i, a in enumerate(op.inputs.values()) if a.optional]
+    absent = any(a.optional for a in op.inputs.values())
+    optional = [i for i, key in enumerate(names) if key in op.optional]
     asked = [key for key, a in op.outputs.items() if a.optional]
+    measured = len(op.given) < len(op.attributes)
 
     def run(inputs: tuple[Any, ...], values: tuple[Any, ...], wanted: tuple[str, ...], out: Any) -> Any:
         operands = dict(zip(names, inputs, strict=True))
-        if optional or asked:
-            values = (*values, *[inputs[i] is not None for i in optional], *[key in wanted for key in asked])
+        if absent:
             operands = {key: a for key, a in operands.items() if a is not None or not op.inputs[key].optional}
         restore = None
         for value in operands.values():
@@ -79,6 +80,10 @@ def planned(op: Operation) -> Callable[..., Any]:
                 break
         like = operands[problem]
         device, dtype = arrays.describe(like, name, problem)
+        if measured:
+            values = op.complete(values, operands)
+        if optional or asked:
+            values = (*values, *[inputs[i] is not None for i in optional], *[key in wanted for key in asked])
         plan, _, outputs = op.planned(device, like.shape, dtype, *values)
         if out is None:
             for key, shape, of in outputs:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from isograd.core.attributes import Word
+from isograd.core.attributes import Measured, Word
 from isograd.core.operands import Array as Operand
 from isograd.core.operation import Operation
 from isograd.numerics import random
@@ -150,14 +150,15 @@ class _Rows:
 
     def _moved(self, case: Case, along: Callable[[Array, int], Array], across: Callable[[Array, int], Array]) -> Change:
         """A change of the axis (`along`) and of the first other axis (`across`) in whatever has them."""
-        like, reduction = case.inputs[self._op.problem], self._op.reduction(case.options)
+        like = case.inputs[self._op.problem]
+        settings = {"reduction": self._op.reduction(case.options)}
         axis = int(case.options.get("axis", -1)) % like.ndim
         dim = 0 if axis else 1
 
         def moved(array: Array, kind: Operand) -> Array:
-            if (place := kind.place(axis, axis, reduction)) is not None:
+            if (place := kind.place(axis, axis, settings)) is not None:
                 array = along(array, place)
-            place = kind.place(axis, dim, reduction)
+            place = kind.place(axis, dim, settings)
             return array if place is None or like.ndim == 1 else across(array, place)
 
         kinds = [a for key, a in self._op.outputs.items() if not a.optional or case.options.get(key)]
@@ -222,18 +223,25 @@ def _kept(array: Array, axis: int) -> Array:
     return array
 
 
-def suite(op: Operation, cases: Callable[[str], Iterator[Case]]) -> Suite:
-    """How an operation is verified, from its declaration and its cases."""
+def suite(
+    op: Operation,
+    cases: Callable[[str], Iterator[Case]],
+    order: Callable[[Case], Iterator[Change]] | None = None,
+) -> Suite:
+    """How an operation is verified, from its declaration and its cases; order: where inputs name places of others."""
     rows = _Rows(op)
     make: Callable[..., Descriptor] = op.descriptor_type
 
     def descriptor(case: Case, dtype: str) -> Descriptor:
-        given = {key: key in case.inputs for key, a in op.inputs.items() if a.optional}
+        given: dict[str, Any] = {key: key in case.inputs for key in op.optional if key in op.inputs}
+        for key, a in op.attributes.items():
+            if isinstance(a, Measured):
+                given[key] = a.measure(op.name, case.inputs.get(a.of))
         return make(case.inputs[op.problem].shape, dtype, **given, **case.options)
 
-    changes = {"batch": rows.batch, "layout": layout}
+    changes: dict[str, Callable[[Case], Iterator[Change]]] = {"batch": rows.batch, "layout": layout}
     if not op.ordered:
-        changes["order"] = rows.order
+        changes["order"] = order or rows.order
     if op.padding is not None:
         changes["padding"] = rows.padding
     return Suite(op.plan_type, descriptor, op.reference, op.oracle, cases, changes, op.dtypes)

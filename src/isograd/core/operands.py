@@ -5,11 +5,13 @@ rows has an attribute `axis`: each of its arrays has whole rows (`Like`), one el
 (`AlongAxis`). One without works on elements. One that has a `Loss` has an attribute `reduction`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Size = TypeVar("Size")
+Settings = Mapping[str, Any]  # the operation's attributes
+NOTHING: Settings = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,18 +19,20 @@ class Array:
     """An array of an operation.
 
     optional: whether an input may be left out, and an output is computed on request only. over: the inputs that an
-    output may overwrite. compute: whether the dtype is the one that the problem's is computed in.
+    output may overwrite. compute: whether the dtype is the one that the problem's is computed in. dtype: the attribute
+    that has it where it is neither.
     """
 
     optional: bool = False
     over: tuple[str, ...] = ()
     compute: bool = False
+    dtype: str = ""
 
-    def shape(self, shape: Sequence[Size], axis: int, reduction: str = "none") -> tuple[Size, ...]:
+    def shape(self, shape: Sequence[Size], axis: int, settings: Settings = NOTHING) -> tuple[Size, ...]:
         """The array's shape for the problem's."""
         raise NotImplementedError
 
-    def place(self, axis: int, dim: int, reduction: str = "none") -> int | None:
+    def place(self, axis: int, dim: int, settings: Settings = NOTHING) -> int | None:
         """Where a dimension of the problem is in this array; None if it is not there."""
         raise NotImplementedError
 
@@ -37,11 +41,11 @@ class Array:
 class Like(Array):
     """An array of the problem's shape."""
 
-    def shape(self, shape: Sequence[Size], axis: int, reduction: str = "none") -> tuple[Size, ...]:
+    def shape(self, shape: Sequence[Size], axis: int, settings: Settings = NOTHING) -> tuple[Size, ...]:
         """The same."""
         return tuple(shape)
 
-    def place(self, axis: int, dim: int, reduction: str = "none") -> int | None:
+    def place(self, axis: int, dim: int, settings: Settings = NOTHING) -> int | None:
         """The same place."""
         return dim
 
@@ -50,11 +54,11 @@ class Like(Array):
 class PerRow(Array):
     """An array with one element for every row: the problem's shape without the axis."""
 
-    def shape(self, shape: Sequence[Size], axis: int, reduction: str = "none") -> tuple[Size, ...]:
+    def shape(self, shape: Sequence[Size], axis: int, settings: Settings = NOTHING) -> tuple[Size, ...]:
         """Without the axis."""
         return (*shape[:axis], *shape[axis + 1 :])
 
-    def place(self, axis: int, dim: int, reduction: str = "none") -> int | None:
+    def place(self, axis: int, dim: int, settings: Settings = NOTHING) -> int | None:
         """One to the left where the axis came before."""
         return None if dim == axis else dim - (dim > axis)
 
@@ -63,23 +67,43 @@ class PerRow(Array):
 class AlongAxis(Array):
     """An array with one element for every place in a row; an output of this kind is a sum over the rows."""
 
-    def shape(self, shape: Sequence[Size], axis: int, reduction: str = "none") -> tuple[Size, ...]:
+    def shape(self, shape: Sequence[Size], axis: int, settings: Settings = NOTHING) -> tuple[Size, ...]:
         """The length of the axis."""
         return (shape[axis],)
 
-    def place(self, axis: int, dim: int, reduction: str = "none") -> int | None:
+    def place(self, axis: int, dim: int, settings: Settings = NOTHING) -> int | None:
         """The axis alone."""
         return 0 if dim == axis else None
 
 
 @dataclass(frozen=True, slots=True)
+class Chosen(Array):
+    """An array with some elements of every row of the last axis, as many as an attribute says, or with all."""
+
+    count: str = ""
+
+    def shape(self, shape: Sequence[Size], axis: int, settings: Settings = NOTHING) -> tuple[Size, ...]:
+        """The problem's with as many."""
+        count: Size | None = settings.get(self.count)
+        return tuple(shape) if count is None else (*shape[:-1], count)
+
+    def place(self, axis: int, dim: int, settings: Settings = NOTHING) -> int | None:
+        """The same place."""
+        return dim
+
+
+@dataclass(frozen=True, slots=True)
 class Loss(Array):
-    """A loss of every element, which the attribute `reduction` makes one of all, or its gradient."""
+    """A loss of every element, or of every row of the last axis, which the attribute `reduction` makes one of all."""
 
-    def shape(self, shape: Sequence[Size], axis: int, reduction: str = "none") -> tuple[Size, ...]:
-        """The problem's, or that of one number."""
-        return tuple(shape) if reduction == "none" else ()
+    rows: bool = False
 
-    def place(self, axis: int, dim: int, reduction: str = "none") -> int | None:
+    def shape(self, shape: Sequence[Size], axis: int, settings: Settings = NOTHING) -> tuple[Size, ...]:
+        """That of all losses, or of one number."""
+        if settings.get("reduction", "none") != "none":
+            return ()
+        return tuple(shape[:-1] if self.rows else shape)
+
+    def place(self, axis: int, dim: int, settings: Settings = NOTHING) -> int | None:
         """The same place where nothing is reduced."""
-        return dim if reduction == "none" else None
+        return None if settings.get("reduction", "none") != "none" or (self.rows and dim == axis) else dim

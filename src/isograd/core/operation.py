@@ -24,7 +24,7 @@ from dataclasses import field, make_dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
 from isograd import registry
-from isograd.core.attributes import Attribute, Choice
+from isograd.core.attributes import Attribute, Choice, Measured, SizeOf
 from isograd.core.operands import AlongAxis, Array, Like, Loss
 from isograd.errors import InvalidProblemError
 from isograd.fenv import default_environment
@@ -124,8 +124,15 @@ class Operation:
         self.vjp, self.symmetric, self.linear = vjp, symmetric, linear
         self.straight_through, self.ordered = straight_through or {}, ordered
         self.padding, self.least_rank, self.dtypes = padding, least_rank, dtypes
+        # What is given of the attributes; the others are measured.
+        self.given = {key: a for key, a in attributes.items() if not isinstance(a, Measured)}
+        sized = {a.of: key for key, a in attributes.items() if isinstance(a, SizeOf)}
         arrays = {**inputs, **outputs}
-        self.optional = tuple([key for key, a in arrays.items() if a.optional])
+        # By what is optional the field of the descriptor that says whether it is there: a flag, or its size.
+        self.present = {key: sized.get(key, key) for key, a in arrays.items() if a.optional}
+        self.optional = tuple([key for key, field in self.present.items() if key == field])
+        every = [a for a in arrays.values() if isinstance(a, Loss)]
+        self.elementwise = "axis" not in attributes and not any(a.rows for a in every)
         # The last one, as a gradient may be expanded.
         self.problem = problem or [key for key, a in inputs.items() if isinstance(a, Like)][-1]
         self.descriptor_type = self._descriptor_type()
@@ -181,7 +188,7 @@ class Operation:
             with default_environment():  # the cache compares numbers: with subnormals flushed they would equal zero
                 return select(device, registry.generation(), *fields)
 
-        found = guarded if any(a.kind == "float" for a in self.attributes.values()) else cached
+        found = guarded if any(a.kind == "float" for a in self.given.values()) else cached
         varying = [(i, key) for i, (key, a) in enumerate(self.attributes.items(), 2) if a.per_call]
         if not varying:
             return found
@@ -211,6 +218,18 @@ class Operation:
             for key, a in self.outputs.items()
         )
 
+    def complete(self, values: tuple[Any, ...], inputs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """All attributes, from those that are given and the inputs that the others are measured from."""
+        if len(self.given) == len(self.attributes):
+            return values
+        given = iter(values)
+        return tuple(
+            [
+                a.measure(self.name, inputs.get(a.of)) if isinstance(a, Measured) else next(given)
+                for a in self.attributes.values()
+            ]
+        )
+
     def reduction(self, settings: Mapping[str, Any]) -> str:
         """What becomes of losses."""
         if "reduction" not in self.attributes:
@@ -231,18 +250,17 @@ class Operation:
     def operands(self, descriptor: Any) -> tuple[Operand, ...]:
         """The arrays of a validated descriptor: inputs, then outputs."""
         shape, compute = descriptor.shape, compute_dtype(descriptor.dtype)
-        axis, reduction = getattr(descriptor, "axis", -1), getattr(descriptor, "reduction", "none")
+        settings = {key: getattr(descriptor, key) for key in self.attributes}
+        axis = settings.get("axis", -1)
+
+        def dtype(a: Array) -> str:
+            return str(settings[a.dtype]) if a.dtype else compute if a.compute else descriptor.dtype
+
         return tuple(
             [
-                Operand(
-                    key,
-                    a.shape(shape, axis, reduction),
-                    compute if a.compute else descriptor.dtype,
-                    key in self.outputs,
-                    a.over,
-                )
+                Operand(key, a.shape(shape, axis, settings), dtype(a), key in self.outputs, a.over)
                 for key, a in [*self.inputs.items(), *self.outputs.items()]
-                if not a.optional or getattr(descriptor, key)
+                if not a.optional or getattr(descriptor, self.present[key]) not in (False, None)
             ]
         )
 

@@ -1,5 +1,8 @@
 """The names of operations; written by `python tools/update_names.py`."""
 
+from isograd.ops.distillation_loss.api import (
+    distillation_loss,
+)
 from isograd.ops.gumbel_softmax.api import (
     gumbel_softmax,
 )
@@ -18,6 +21,7 @@ from isograd.ops.sparsemax.api import (
 )
 
 __all__ = [
+    "distillation_loss",
     "gumbel_softmax",
     "kl_div",
     "log_softmax",

@@ -31,7 +31,6 @@ from isograd.tape import (
     variable,
 )
 from isograd.tape.variable import Operand, Variable, apply
-from isograd.typing import BatchReduction
 
 
 def add(a: Operand, b: Operand) -> Variable:
@@ -153,26 +152,6 @@ def linear_cross_entropy(
     operands = (hidden, weight) if bias is None else (hidden, weight, bias)
     given = LinearOptions(**options)
     return apply(loss_rules.linear_cross_entropy, *operands, targets=targets, class_weight=class_weight, options=given)
-
-
-def distillation_loss(
-    student: Variable,
-    teacher: Any,
-    temperature: float = 1.0,
-    indices: Any = None,
-    reduction: BatchReduction = "batchmean",
-) -> Variable:
-    """The divergence of a teacher, an array or a variable that gets no gradient, from a student."""
-    # Copies, as constants are elsewhere: the caller may overwrite the originals before the gradient is computed.
-    name = "distillation_loss"
-    return apply(
-        loss_rules.distillation_loss,
-        student,
-        teacher=copied(getattr(teacher, "value", teacher), name, "teacher"),
-        temperature=temperature,
-        indices=None if indices is None else copied(indices, name, "indices"),
-        reduction=reduction,
-    )
 
 
 def sum(x: Variable, axis: rules.Axes = None, keepdims: bool = False) -> Variable:  # noqa: A001 - NumPy's name

@@ -9,10 +9,8 @@ import numpy as np
 
 from isograd.errors import InvalidProblemError
 from isograd.losses import cross_entropy as steps
-from isograd.losses import divergence_api
 from isograd.losses import linear_cross_entropy as linear
 from isograd.tape.rules import Array, Result
-from isograd.typing import BatchReduction
 
 
 def _constant(operation: str, argument: str, value: Any) -> Any:
@@ -50,12 +48,3 @@ def linear_cross_entropy(
         return latest[0][1]
 
     return value, tuple(lambda g, i=i: gradients(g)[i] for i in range(2 + len(bias)))
-
-
-def distillation_loss(
-    student: Array, teacher: Array, temperature: float, indices: Any, reduction: BatchReduction
-) -> Result:
-    """The divergence of a teacher from a student."""
-    arguments = (student, teacher, temperature, indices, reduction)
-    loss: Array = divergence_api.distillation_loss(*arguments)
-    return loss, (lambda g: divergence_api.distillation_loss_backward(g, *arguments),)

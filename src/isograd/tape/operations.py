@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from isograd import encoder
+from isograd import arrays, encoder
 from isograd.core import call
 from isograd.core.operation import Operation
 from isograd.ops import OPERATIONS
@@ -18,14 +18,16 @@ def record(op: Operation, inputs: tuple[Any, ...], attributes: tuple[Any, ...]) 
     vjp, upstream = OPERATIONS[op.vjp], f"d{next(iter(op.outputs))}"
     gradients = op.gradients(vjp)
     given = {key: value for key, value in zip(op.inputs, inputs, strict=True) if value is not None}
+    constants = {key: _copied(op.name, key, value) for key, value in given.items() if key not in gradients}
+    given = {key: value for key, value in given.items() if key in gradients}
     wanted = tuple([gradients[key] for key, value in given.items() if isinstance(value, Variable)])
     computed = tuple([key for key, a in vjp.outputs.items() if not a.optional or key in wanted])
-    handed = dict(zip(op.attributes, attributes, strict=True))
+    handed = dict(zip(op.given, attributes, strict=True))
     through = tuple((handed | dict(op.straight_through)).values())
     others: list[Array] = []
 
     def rule(*values: Array) -> Result:
-        arrays: dict[str, Any] = dict.fromkeys(op.inputs) | dict(zip(given, values, strict=True))
+        arrays: dict[str, Any] = dict.fromkeys(op.inputs) | constants | dict(zip(given, values, strict=True))
         taken = tuple(arrays.values())
         results = _several(call.function(op)(taken, attributes))
         others.extend(results[1:])
@@ -41,7 +43,7 @@ def record(op: Operation, inputs: tuple[Any, ...], attributes: tuple[Any, ...]) 
                     among = saved | {upstream: g}
                     if again is not None:
                         among |= zip(op.outputs, _several(again()), strict=True)
-                    settings = tuple([name if key == "wrt" else handed[key] for key in vjp.attributes])
+                    settings = tuple([name if key == "wrt" else handed[key] for key in vjp.given])
                     found = call.function(vjp)(tuple([among[key] for key in vjp.inputs]), settings, wanted)
                     latest[:] = [(g, dict(zip(computed, _several(found), strict=True)))]
                 return latest[0][1][gradients[name]]
@@ -53,6 +55,12 @@ def record(op: Operation, inputs: tuple[Any, ...], attributes: tuple[Any, ...]) 
     rule.__name__ = op.name
     value = apply(rule, *given.values())
     return (value, *others) if others else value
+
+
+def _copied(operation: str, argument: str, value: Any) -> Array:
+    """What gets no gradient, as it is now: the caller may overwrite it before gradients are due."""
+    array = value.value if isinstance(value, Variable) else arrays.to_numpy(value, operation, argument)[0]
+    return array.copy()
 
 
 def _several(results: Any) -> tuple[Any, ...]:

@@ -35,7 +35,6 @@ from isograd.torch.huggingface import register_transformers
 from isograd.torch.indexing import embedding, gather, index_add, index_select, scatter_add, take_along_dim, topk
 from isograd.torch.losses import (
     cross_entropy,
-    distillation_loss,
     linear_cross_entropy,
 )
 from isograd.torch.modules import CrossEntropyLoss, KLDivLoss, LogSoftmax, Softmax
@@ -70,7 +69,6 @@ __all__ = [
     "audit",
     "clip_grad_norm_",
     "cross_entropy",
-    "distillation_loss",
     "distributed",
     "embedding",
     "expert_counts",

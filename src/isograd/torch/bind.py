@@ -17,17 +17,18 @@ from torch import Tensor
 
 from isograd import encoder, faults, functional
 from isograd.core import call as core_call
-from isograd.core.attributes import Word, signed
+from isograd.core.attributes import DtypeOf, SizeOf, Word, signed
 from isograd.core.operands import AlongAxis, Array, Like, Loss
 from isograd.core.operation import Operation
 from isograd.errors import InvalidProblemError, IsogradError, UnsupportedError
 from isograd.memory import with_huge_pages
 from isograd.numerics.losses import divisor
-from isograd.plan import real_number
+from isograd.plan import INDEX_DTYPES, real_number
 from isograd.torch import define, derivatives, members, sharding
 from isograd.torch.tensors import (
     DTYPES,
     NAMES,
+    checked_index,
     empty,
     integer,
     launch,
@@ -37,6 +38,7 @@ from isograd.torch.tensors import (
     require_storage,
     require_tensor,
     usable,
+    usable_index,
     wide,
     work_dtype,
 )
@@ -44,7 +46,6 @@ from isograd.torch.tensors import (
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _SPELLED = {"x": "input", "axis": "dim"}
 _WORD = (1 << 64) - 1
-_ARRAYS = {torch_name: name for name, torch_name in _SPELLED.items()}
 Values = tuple[Any, ...]
 Named = Mapping[str, Any]
 _bound: dict[str, "Bound"] = {}
@@ -62,16 +63,19 @@ class Bound:
         self.has_loss = any(isinstance(a, Loss) for a in op.outputs.values())
         if self.has_loss:
             self.flags += ("narrow",)  # whether it is rounded to the inputs' dtype, as torch's are
-        self.names = tuple([_SPELLED.get(key, key) for key in (*op.inputs, *op.attributes, *self.flags)])
-        settings = [*[a.default for a in op.attributes.values()], *[False] * len(self.flags)]
+        self.names = tuple([_SPELLED.get(key, key) for key in (*op.inputs, *op.given, *self.flags)])
+        settings = [*[a.default for a in op.given.values()], *[False] * len(self.flags)]
         self._defaults = (*[None] * len(op.inputs), *settings)
         self._inputs, self.problem = len(op.inputs), list(op.inputs).index(op.problem)
         self.axis, self._reduction = (
-            list(op.attributes).index(key) if key in op.attributes else None for key in ("axis", "reduction")
+            list(op.given).index(key) if key in op.given else None for key in ("axis", "reduction")
         )
         self._kinds = tuple(zip(self.names, op.inputs.values(), strict=False))
-        self._optional = tuple([i for i, a in enumerate(op.inputs.values()) if a.optional])
-        self._words = tuple([i for i, a in enumerate(op.attributes.values()) if isinstance(a, Word)])
+        self._optional = tuple([i for i, key in enumerate(op.inputs) if key in op.optional])
+        self._words = tuple([i for i, a in enumerate(op.given.values()) if isinstance(a, Word)])
+        self._sizes = tuple([(key, a.of) for key, a in op.attributes.items() if isinstance(a, SizeOf)])
+        dtypes = [op.attributes.get(a.dtype) for a in op.inputs.values()]
+        self.indices = tuple([i for i, of in enumerate(dtypes) if isinstance(of, DtypeOf) and of.index])
 
     def schema(self) -> str:
         """The operator's schema."""
@@ -81,7 +85,7 @@ class Bound:
         ]
         arguments += [
             f'{a.kind} {next(names)}="{a.default}"' if a.kind == "str" else f"{a.kind} {next(names)}={a.default}"
-            for a in op.attributes.values()
+            for a in op.given.values()
         ]
         arguments += [f"bool {name}=False" for name in names]
         returns = ", ".join(["Tensor"] * len(op.outputs))
@@ -97,7 +101,7 @@ class Bound:
 
     def asked(self, settings: Values) -> list[tuple[str, Array, bool]]:
         """(name, array, whether it is computed) of every output."""
-        flags = dict(zip(self.flags, settings[len(self.op.attributes) :], strict=False))
+        flags = dict(zip(self.flags, settings[len(self.op.given) :], strict=False))
         return [(key, a, flags.get(key, True)) for key, a in self.op.outputs.items()]
 
     def narrow(self, settings: Values) -> bool:
@@ -106,7 +110,15 @@ class Bound:
 
     def has_parts(self, settings: Values) -> bool:
         """Whether rows, or elements, are computed alone."""
-        return self.op.has_parts(dict(zip((*self.op.attributes, *self.flags), settings, strict=False)))
+        return self.op.has_parts(dict(zip((*self.op.given, *self.flags), settings, strict=False)))
+
+    def named(self, inputs: Values, settings: Values) -> Named:
+        """The attributes that shapes follow from."""
+        found = dict(zip(self.op.given, settings, strict=False))
+        for key, of in self._sizes:
+            tensor = inputs[list(self.op.inputs).index(of)]
+            found[key] = None if tensor is None else tensor.shape[-1] if tensor.dim() else 0
+        return found
 
     def along(self, settings: Values, shape: Any) -> int:
         """The axis counted from the front; the last one where there is none."""
@@ -130,10 +142,11 @@ class Bound:
             settings = self.unsigned(settings)
         if self.has_loss:
             settings = settings[:-1]
-        if not self._optional:
+        if not (self._optional or self._sizes):
             return settings
-        count, given = len(self.op.attributes), [inputs[i] is not None for i in self._optional]
-        return (*settings[:count], *given, *settings[count:])
+        count, given = len(self.op.given), [inputs[i] is not None for i in self._optional]
+        values = self.op.complete(settings[:count], dict(zip(self.op.inputs, inputs, strict=True)))
+        return (*values, *given, *settings[count:])
 
     def check(self, inputs: Values, settings: Values) -> int:
         """The axis, for tensors that go together, perhaps fake ones; else an error."""
@@ -143,7 +156,9 @@ class Bound:
             for (key, array), tensor in zip(self._kinds, inputs, strict=True):
                 if tensor is None or tensor is like:
                     continue
-                if tensor.dtype is not (dtype := work_dtype(like.dtype) if array.compute else like.dtype):
+                if not array.dtype and tensor.dtype is not (
+                    dtype := work_dtype(like.dtype) if array.compute else like.dtype
+                ):
                     raise InvalidProblemError(
                         f"{name}: {key} has dtype {tensor.dtype} and {of} {like.dtype}; expected "
                         f"{dtype if array.compute else 'the same'}"
@@ -153,10 +168,10 @@ class Bound:
                         f"{name}: {key} has shape {tuple(tensor.shape)} and {of} {tuple(like.shape)}; expected the same"
                     )
         require_storage(name, like, of)
-        axis, reduction = self.along(settings, like.shape), self.reduction(settings)
+        axis, known = self.along(settings, like.shape), self.named(inputs, settings)
         for (key, array), tensor in zip(self._kinds, inputs, strict=True):
             if tensor is not None and not isinstance(array, Like):
-                expected = array.shape(tuple(like.shape) or (1,) * self.op.least_rank, axis, reduction)
+                expected = array.shape(tuple(like.shape) or (1,) * self.op.least_rank, axis, known)
                 if tuple(tensor.shape) != expected:
                     raise InvalidProblemError(f"{name}: {key} has shape {tuple(tensor.shape)}; expected {expected}")
         return axis
@@ -170,13 +185,13 @@ class Bound:
         """The outputs without their contents."""
         inputs, settings = self.split(args, named)
         axis, like = self.check(inputs, settings), inputs[self.problem]
-        shape, reduction = like.shape or (1,) * self.op.least_rank, self.reduction(settings)
+        shape, known = like.shape or (1,) * self.op.least_rank, self.named(inputs, settings)
         outputs = []
         for key, a, asked in self.asked(settings):
             if asked and key in self.op.alike:
                 outputs.append(torch.empty_like(like))
                 continue
-            size = (0,) if not asked else like.shape if isinstance(a, Like) else a.shape(shape, axis, reduction)
+            size = (0,) if not asked else like.shape if isinstance(a, Like) else a.shape(shape, axis, known)
             wider = a.compute and not self.narrow(settings)
             outputs.append(empty(size, like, work_dtype(like.dtype) if wider else None))
         return self.results(outputs)
@@ -203,7 +218,7 @@ class Bound:
                 tensor.shape != shape or NAMES.get(tensor.dtype) != dtype or tensor.device != device
             ):
                 self.check(inputs, settings)
-            taken = usable(op.name, key, tensor)
+            taken = (usable_index if dtype in INDEX_DTYPES else usable)(op.name, key, tensor)
             operands[key] = taken if shape else taken.view(())
         for key, shape, dtype in made:
             if key in op.alike:
@@ -258,7 +273,7 @@ class Bound:
     ) -> tuple[Tensor, int]:
         """Over a batch of losses: all as they are, then reduced for every member as it is alone."""
         reduction, narrow = self.reduction(settings), self.narrow(settings)
-        moved = [define.batched(t, d, size) for t, d in zip(inputs, dims, strict=True)]
+        moved: list[Any] = [t if t is None else define.batched(t, d, size) for t, d in zip(inputs, dims, strict=True)]
         shape = tuple(moved[self.problem].shape)
         for i, (_, a) in enumerate(self._kinds):
             if isinstance(a, Loss):
@@ -282,14 +297,14 @@ class Bound:
     def cuts(self, *args: Any) -> Iterator[tuple[list[int | None], list[int | None]]]:
         """The axes besides that of the rows, in every output and in every input that is given."""
         inputs, settings = self.split(args)
-        shape, reduction = inputs[self.problem].shape, self.reduction(settings)
+        shape, known = inputs[self.problem].shape, self.named(inputs, settings)
         axis = self.along(settings, shape)
         if self.has_parts(settings):
             for d in range(len(shape)):
-                if d != axis or self.axis is None:
-                    outputs = [a.place(axis, d, reduction) if asked else None for _, a, asked in self.asked(settings)]
+                if d != axis or self.op.elementwise:
+                    outputs = [a.place(axis, d, known) if asked else None for _, a, asked in self.asked(settings)]
                     given = zip(self._kinds, inputs, strict=True)
-                    yield outputs, [a.place(axis, d, reduction) for (_, a), tensor in given if tensor is not None]
+                    yield outputs, [a.place(axis, d, known) for (_, a), tensor in given if tensor is not None]
 
 
 def operator(
@@ -350,9 +365,11 @@ def function(bound: Bound, called: str | None = None) -> Callable[..., Any]:
     op, call, count = bound.op, bound.call, len(bound.op.inputs)
     name, arguments = called or op.name, bound.names[:count]
     required = [not a.optional for a in op.inputs.values()]
-    kinds = zip(bound.names[count:], op.attributes.values(), strict=False)
+    kinds = zip(bound.names[count:], op.given.values(), strict=False)
     checks = [(_CHECKS.get(a.kind, a.plain), key, _PLAIN.get(a.kind)) for key, a in kinds]
-    flags = bound.flags
+    flags, indices = bound.flags, bound.indices
+    differentiable = op.gradients(_bound[op.vjp].op) if op.vjp else op.inputs
+    constants = [i for i, key in enumerate(op.inputs) if key not in differentiable and i not in indices]
 
     def run(
         inputs: Values,
@@ -361,9 +378,19 @@ def function(bound: Bound, called: str | None = None) -> Callable[..., Any]:
         out: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> Any:
-        for argument, tensor, needed in zip(arguments, inputs, required, strict=True):
-            if needed or tensor is not None:
+        if indices:
+            inputs = tuple(
+                [
+                    checked_index(name, t, key) if i in indices and t is not None else t
+                    for i, (key, t) in enumerate(zip(arguments, inputs, strict=True))
+                ]
+            )
+        for i, (argument, tensor, needed) in enumerate(zip(arguments, inputs, required, strict=True)):
+            if (needed or tensor is not None) and i not in indices:
                 require_dense(name, tensor, argument, dtype)
+        for i in constants:
+            if inputs[i] is not None and inputs[i].requires_grad and torch.is_grad_enabled():
+                raise UnsupportedError(f"{name}: {arguments[i]} requires a gradient and gets none; detach() it")
         values = attributes
         for (_, _, plain), value in zip(checks, attributes, strict=True):
             if type(value) is not plain:
@@ -424,7 +451,8 @@ def applied(op: Operation, inputs: Values, attributes: Values, wanted: tuple[str
     try:
         found = bound.function(inputs, attributes, wanted, out)
     except IsogradError as error:
-        raise faults.named(op.name, at=None, **_ARRAYS).renamed(error) from None
+        spelled = {_SPELLED[key]: key for key in (*op.inputs, *op.given) if key in _SPELLED}
+        raise faults.named(op.name, at=None, **spelled).renamed(error) from None
     if isinstance(found, tuple):
         asked = [key for key, a in op.outputs.items() if not a.optional or key in wanted]
         found = tuple([t for key, t in zip(op.outputs, found, strict=False) if key in asked])

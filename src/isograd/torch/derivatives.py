@@ -43,13 +43,13 @@ def linear(bound: Bound, name: str) -> define.Gradient:
 def by_vjp(bound: Bound, vjp: Bound, tangent: Callable[..., Any] | None) -> define.Gradient:
     """Of an operation with a vjp, which reads what is saved; tangent: where the Jacobian is not symmetric."""
     op = bound.op
-    arrays, attributes = [*op.inputs, *op.outputs], list(op.attributes)
+    arrays, attributes = [*op.inputs, *op.outputs], list(op.given)
     upstream = {f"d{key}": i for i, key in enumerate(op.outputs) if f"d{key}" in vjp.op.inputs}
     kept = [key for key in vjp.op.inputs if key not in upstream]
     # For each input of the vjp: its place among the gradients, or behind them among what is saved.
     order = [upstream[key] if key in upstream else len(op.outputs) + kept.index(key) for key in vjp.op.inputs]
     saved_places = [arrays.index(key) for key in kept]
-    handed = [None if key == "wrt" else attributes.index(key) for key in vjp.op.attributes]
+    handed = [None if key == "wrt" else attributes.index(key) for key in vjp.op.given]
     one_by_one = None in handed
     found_in = {key: list(vjp.op.outputs).index(name) for key, name in op.gradients(vjp.op).items()}
     gradients = [found_in.get(key) for key in op.inputs]

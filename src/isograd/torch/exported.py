@@ -1,5 +1,8 @@
 """The names of operations; written by `python tools/update_names.py`."""
 
+from isograd.ops.distillation_loss.torch import (
+    distillation_loss,
+)
 from isograd.ops.gumbel_softmax.torch import (
     gumbel_softmax,
 )
@@ -20,6 +23,7 @@ from isograd.ops.sparsemax.torch import (
 )
 
 __all__ = [
+    "distillation_loss",
     "gumbel_softmax",
     "kl_div",
     "log_softmax",

@@ -6,16 +6,14 @@ import torch
 from torch import Tensor
 
 from isograd.errors import InvalidProblemError, UnsupportedError
-from isograd.losses import promises
 from isograd.losses.linear_cross_entropy import checked_preference
 from isograd.losses.reductions import checked_reduction, counted
 from isograd.plan import real_number
 from isograd.torch.indexing import enter
 from isograd.torch.ops_cross_entropy import CROSS_ENTROPY
-from isograd.torch.ops_divergence import DISTILLATION_LOSS
 from isograd.torch.ops_linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from isograd.torch.tensors import checked_index, integer, refuse, require_count, require_dense, require_tensor
-from isograd.typing import BatchReduction, Reduction
+from isograd.typing import Reduction
 
 
 def _is_narrow(tensor: Tensor) -> bool:
@@ -151,27 +149,3 @@ def linear_cross_entropy(
         divisor,
         matrix,
     )[0]
-
-
-def distillation_loss(
-    student: Tensor,
-    teacher: Tensor,
-    temperature: float = 1.0,
-    indices: Tensor | None = None,
-    reduction: BatchReduction = "batchmean",
-) -> Tensor:
-    """`T^2 Σ_j p_j (log p_j - log q_j)`; arguments, bits and errors as `isograd.distillation_loss`.
-
-    The loss is in the work type (float32 for 16 bits). Differentiable twice with respect to the student; a teacher that
-    requires a gradient is an UnsupportedError.
-    """
-    name = "distillation_loss"
-    enter(name)
-    require_dense(name, student, "student")
-    require_dense(name, teacher, "teacher")
-    teacher = _constant(name, teacher, "teacher")  # type: ignore[assignment]
-    if indices is not None:
-        indices = checked_index(name, indices, "indices")
-    promises.checked_reduction(name, reduction)
-    scale = real_number(name, "temperature", temperature)
-    return DISTILLATION_LOSS(student, teacher, scale, indices, reduction)  # type: ignore[no-any-return]

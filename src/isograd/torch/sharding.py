@@ -109,19 +109,6 @@ def _cross_entropy_backward(
             yield [d], [row if reduction == "none" else None, d, target, *_given((weight, None)), row + 1]
 
 
-def _distillation(student: Any, teacher: Any, temperature: float, indices: Any, reduction: str, *_: Any) -> Any:
-    if reduction == "none":
-        yield from (([d], [d, d, *_given((indices, d))]) for d in _others(student, -1))
-
-
-def _distillation_backward(
-    dloss: Any, student: Any, teacher: Any, temperature: float, indices: Any, reduction: str, *_: Any
-) -> Iterator[Cut]:
-    if reduction in ("none", "sum"):
-        for d in _others(student, -1):
-            yield [d], [d if reduction == "none" else None, d, d, *_given((indices, d))]
-
-
 def _router(logits: Any, *_: Any) -> Iterator[Cut]:
     return (([d, d], [d]) for d in _others(logits, -1))
 
@@ -162,8 +149,6 @@ _CUTS: dict[str, Callable[..., Iterator[Cut]]] = {
     "embedding_backward": lambda grad, *_: iter([([1], [len(grad.shape) - 1, None])]),
     "cross_entropy": _cross_entropy,
     "cross_entropy_backward": _cross_entropy_backward,
-    "distillation_loss": _distillation,
-    "distillation_loss_backward": _distillation_backward,
     "moe_router": _router,
     "moe_router_backward": lambda dweights, logits, *_: (([d], [d, d, d]) for d in _others(logits, -1)),
     "moe_permute": lambda x, order, k: iter([([1], [1, None])]),

@@ -3,7 +3,7 @@
 A family has its suites in the file of its name; verify finds the kernels in the registry.
 """
 
-from isograd.cli.suites import attention, cross_entropy, divergences, gather, operations, router
+from isograd.cli.suites import attention, cross_entropy, gather, operations, router
 from isograd.core.cases import Case, Suite
 from isograd.fenv import default_environment
 
@@ -11,7 +11,6 @@ SUITES: dict[str, Suite] = {
     **gather.SUITES,
     **router.SUITES,
     **cross_entropy.SUITES,
-    **divergences.SUITES,
     **operations.SUITES,
     **attention.SUITES,
 }

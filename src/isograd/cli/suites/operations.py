@@ -8,4 +8,6 @@ from isograd.ops import FOLDERS, OPERATIONS
 SUITES: dict[str, Suite] = {}
 for _folder in FOLDERS:
     _cases = importlib.import_module(f"isograd.ops.{_folder}.cases")
-    SUITES |= {name: suite(op, getattr(_cases, name)) for name, op in OPERATIONS.items() if hasattr(_cases, name)}
+    for _name, _op in OPERATIONS.items():
+        if hasattr(_cases, _name):
+            SUITES[_name] = suite(_op, getattr(_cases, _name), getattr(_cases, f"{_name}_order", None))

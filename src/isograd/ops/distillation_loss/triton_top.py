@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 # ruff: noqa: N803, SIM108
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
-"""Distillation from a teacher's best classes in Triton; `divergence_reference.py` is the definition.
+"""Distillation from a teacher's best classes in Triton; `reference.py` is the definition.
 
 The classes that the teacher names are a tile of their own, [K, rows, 1, 1]. An index that is no class makes its row NaN
 and is reported; one that a row names twice makes it NaN.
@@ -10,11 +10,11 @@ and is reported; one that a row names twice makes it NaN.
 import triton
 import triton.language as tl
 
-from isograd.losses.triton_distillation import log_difference
 from isograd.numerics import triton_memory as memory
 from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
 from isograd.numerics import triton_terms as terms
+from isograd.ops.distillation_loss.triton_rows import log_difference
 from isograd.rows import triton_rows as rows
 from isograd.rows import triton_tiles as tiles
 

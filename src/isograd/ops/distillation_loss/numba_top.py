@@ -4,11 +4,14 @@
 Indices are int64.
 """
 
-import numpy as np
+from typing import Any
 
-from isograd.losses.numba_distillation import log_difference
-from isograd.losses.numba_steps import rest_is_large
-from isograd.numerics.numba_compile import device_function, kernel
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from isograd.numerics import constants as c
+from isograd.numerics.numba_compile import INLINED, device_function, kernel
 from isograd.numerics.numba_memory import (
     BLOCK,
     empty_work,
@@ -26,6 +29,8 @@ from isograd.numerics.numba_ops import exp, from_key, is_finite, log, lowest_key
 from isograd.numerics.numba_storage import narrow
 from isograd.numerics.numba_sum import block_magnitude
 from isograd.numerics.numba_wide import one_wide, wide_to_float
+from isograd.ops.distillation_loss.numba_rows import log_difference
+from isograd.ops.distillation_loss.reference import REST_BITS
 from isograd.rows.numba_exponentials import (
     exponential,
     largest_quotient,
@@ -39,6 +44,20 @@ from isograd.rows.numba_exponentials import (
     term_scale,
 )
 from isograd.rows.numba_rows import block_exponentials, block_maximum, fill, load_scaled, stored_sum
+
+_BITS_64 = c.QUANTUM_BITS + c.LIMB_SHIFT_64
+
+
+def rest_is_large(hi: Any, lo: Any, like: Any) -> Any:
+    """Whether the rest of a row's exponentials is at least 2**-REST_BITS of the largest."""
+    raise NotImplementedError
+
+
+@overload(rest_is_large, jit_options=INLINED)
+def _rest_is_large(hi, lo, like):
+    if like == types.float64:
+        return lambda hi, lo, like: hi >= np.int64(1 << (_BITS_64 - 64 - REST_BITS))
+    return lambda hi, lo, like: hi > 0 or (hi == 0 and lo >= np.uint64(1 << (c.QUANTUM_BITS - REST_BITS)))
 
 
 @kernel

@@ -6,34 +6,15 @@ from typing import TYPE_CHECKING, Any, overload
 
 from numpy.typing import NDArray
 
-from isograd import arrays, functional
-from isograd.faults import named
-from isograd.losses.divergence_plans import (
-    DistillationLossBackwardDescriptor,
-    DistillationLossBackwardPlan,
-    DistillationLossDescriptor,
-    DistillationLossPlan,
-)
-from isograd.losses.promises import checked_reduction, checked_scale
-from isograd.numerics.storage import compute_dtype
+from isograd.core import call
+from isograd.ops.distillation_loss.operation import DISTILLATION_LOSS, DISTILLATION_LOSS_BACKWARD
 from isograd.typing import BatchReduction, DataT, ScalarT, SupportsDLPack
 
 if TYPE_CHECKING:
     from isograd.tape.variable import Variable
 
 
-def _fields(operation: str, inputs: list[Any], temperature: Any, reduction: Any) -> tuple[str, tuple[Any, ...]]:
-    """(device, the fields of the descriptor) for student, teacher and perhaps indices."""
-    student, teacher, indices = inputs if len(inputs) == 3 else (*inputs, None)
-    device, dtype = arrays.describe(student, operation, "student")
-    _, teacher_dtype = arrays.describe(teacher, operation, "teacher")
-    classes, index_dtype = None, "int64"
-    if indices is not None:
-        _, index_dtype = arrays.describe(indices, operation, "indices", True)
-        classes = int(indices.shape[-1]) if len(indices.shape) else 0
-    scale = checked_scale(operation, "temperature", temperature, dtype)
-    reduction = checked_reduction(operation, reduction)
-    return device, (tuple(student.shape), dtype, teacher_dtype, scale, classes, index_dtype, reduction)
+_distillation_loss, _backward = call.function(DISTILLATION_LOSS), call.function(DISTILLATION_LOSS_BACKWARD)
 
 
 @overload
@@ -73,15 +54,7 @@ def distillation_loss(
     Raises IndexOutOfRangeError for an index that is no class (on the CPU; on a GPU the row's loss is NaN),
     InvalidProblemError for repeated indices and for arguments that do not match, UnsupportedError for another dtype.
     """
-    operation = "distillation_loss"
-    if (tape := functional.tape_of(student)) is not None:
-        return tape.distillation_loss(student, teacher, temperature, indices, reduction)
-    given = {"student": student, "teacher": teacher} | ({} if indices is None else {"indices": indices})
-    taken, restore = functional.inputs(operation, **given)
-    device, fields = _fields(operation, taken, temperature, reduction)
-    plan = functional.plan(DistillationLossPlan, DistillationLossDescriptor(*fields), device)
-    loss = functional.empty(plan.descriptor.loss_shape, compute_dtype(plan.descriptor.dtype), taken[0])  # type: ignore[attr-defined]
-    return restore(functional.run(plan, **dict(zip(given, taken, strict=True)), loss=loss))
+    return _distillation_loss((student, teacher, indices), (temperature, reduction))
 
 
 @overload
@@ -122,13 +95,4 @@ def distillation_loss_backward(
     is accepted. The other arguments and errors as for `distillation_loss`. With indices, a class that the teacher does
     not name gets `q` less its share, by the student, of the teacher's rest.
     """
-    operation = "distillation_loss_backward"
-    given = {"dloss": dloss, "student": student, "teacher": teacher}
-    given |= {} if indices is None else {"indices": indices}
-    taken, restore = functional.inputs(operation, **given)
-    device, fields = _fields(operation, taken[1:], temperature, reduction)
-    plan = functional.plan(DistillationLossBackwardPlan, DistillationLossBackwardDescriptor(*fields), device)
-    dstudent = functional.empty(tuple(taken[1].shape), plan.descriptor.dtype, taken[1]) if out is None else out
-    with named(operation, dstudent="out"):
-        result = functional.run(plan, **dict(zip(given, taken, strict=True)), dstudent=dstudent)
-    return restore(result) if out is None else out
+    return _backward((dloss, student, teacher, indices), (temperature, reduction), (), out)

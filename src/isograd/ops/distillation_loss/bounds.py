@@ -1,23 +1,20 @@
-"""The error bounds that plans of divergences promise, as formulas that can be evaluated.
+"""The error bounds of distillation_loss and its gradient.
 
 u is half an ulp of 1 in the work type, q the quantum of a sum, n the classes, k the teacher's best ones; δ is what the
 scaling by 1 / T, which is exact for powers of two, leaves of the logits: 3u |z|. η, half of the smallest subnormal, is
 added for every product. Where a result or an intermediate term overflows, the bound is infinite.
 """
 
-import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from isograd.losses import divergence_reference as ref
 from isograd.numerics.bounds import LARGEST, limits, sum_error, ulp
 from isograd.numerics.losses import divisor, reduced_error
 from isograd.numerics.storage import compute_dtype
-from isograd.plan import ErrorBound
+from isograd.ops.distillation_loss import reference as ref
 
 Floats = NDArray[Any]
 _WIDE = np.longdouble
@@ -92,7 +89,7 @@ def _top_terms(dtype: str, student: Floats, teacher: Floats, indices: Any, tempe
     return terms, np.where(np.isfinite(terms), errors, 0)
 
 
-def _distillation_loss(
+def distillation_loss(
     dtype: str,
     student: Floats,
     teacher: Floats,
@@ -100,6 +97,7 @@ def _distillation_loss(
     temperature: float = 1.0,
     reduction: str = "batchmean",
 ) -> Floats:
+    """Of the loss."""
     u, _, _, _ = limits(dtype)
     with np.errstate(all="ignore"):
         if student.size == 0:
@@ -118,7 +116,7 @@ def _distillation_loss(
         return reduced_error(losses, np.where(np.isfinite(losses), np.where(large, np.inf, error), 0), reduction, dtype)
 
 
-def _distillation_loss_backward(
+def distillation_loss_backward(
     dtype: str,
     dloss: Floats,
     student: Floats,
@@ -127,6 +125,7 @@ def _distillation_loss_backward(
     temperature: float = 1.0,
     reduction: str = "batchmean",
 ) -> Floats:
+    """Of dstudent."""
     u, _, eta, largest = limits(dtype)
     if student.size == 0:
         return student.astype(_WIDE)
@@ -153,18 +152,3 @@ def _distillation_loss_backward(
         error = g * (error + 8 * eta) + 6 * u * np.abs(dx) + (2 + 2 * temperature) * eta + ulp(dx, dtype) / 2
         large = large | (g > largest) | (np.abs(dx) > LARGEST[dtype])
         return np.where(np.isfinite(dx) & large, np.inf, error)
-
-
-_EVALUATE: dict[str, Callable[..., Floats]] = {
-    "distillation_loss": _distillation_loss,
-    "distillation_loss_backward": _distillation_loss_backward,
-}
-_FORMULAS = {
-    "distillation_loss": "T²·(Σ p·((4.6u + n·q)·|d| + 4n·q + u·(0.7 + 0.2 log n) + 2δ) + n·q/2) + ulp",
-    "distillation_loss_backward": "T·|g|·(p + q)·(2.4u + n·q + 2δ) + 6u·|dx| + ulp(dx)/2",
-}
-
-
-def error_bound(operation: str, dtype: str) -> ErrorBound:
-    """The bound of an operation; call it with the operation's inputs and options."""
-    return ErrorBound(_FORMULAS[operation], functools.partial(_EVALUATE[operation], dtype))

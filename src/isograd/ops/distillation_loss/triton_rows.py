@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 # ruff: noqa: N803
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
-"""Distillation from all of the teacher's logits in Triton; `divergence_reference.py` is the definition.
+"""Distillation from all of the teacher's logits in Triton; `reference.py` is the definition.
 
 A program serves ROWS neighbouring rows in passes over their classes. Rows that fit a tile (HELD) are read once; the
 others come from the second-level cache after the first pass.

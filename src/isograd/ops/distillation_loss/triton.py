@@ -1,20 +1,17 @@
-"""How the Triton kernels of distillation are configured and launched."""
+"""The distillation loss in Triton: how the kernels of `triton_rows.py` and `triton_top.py` are launched."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from isograd import faults
+from isograd.core.kernel import launcher
 from isograd.fenv import default_environment
-from isograd.losses import (
-    triton_distillation,
-    triton_distillation_top,
-)
-from isograd.losses.divergence_reference import temperature_of
 from isograd.losses.triton_totals import divided
 from isograd.numerics.losses import divisor
+from isograd.ops.distillation_loss import triton_rows, triton_top
+from isograd.ops.distillation_loss.reference import temperature_of
 from isograd.reduction import cuda as reduction
 from isograd.rows.triton_launch import Tile, tile, words_of
 from isograd.triton_launcher import (
@@ -42,7 +39,6 @@ class _Fixed(NamedTuple):
     kernel: Any
     before: tuple[int, ...]  # between the numbers and n
     after: tuple[int, ...]  # between n and the rows
-    flags: tuple[bool, ...]
     last: tuple[int, ...]  # after the tile
     whole: tuple[int, ...]
     held: int
@@ -58,32 +54,9 @@ def _rows(shape: Strides, strides: tuple[Strides, ...], axis: int, fixed: _Fixed
     size = fixed.tile or tile(n, problem, fixed.whole, fixed.held, itemsize, fixed.arch)
     sizes = (*fixed.before, n, *fixed.after, problem.inner)
     shape_of_tile = (size.block, size.rows, size.group, size.vector, n <= size.block)
-    tail = (*sizes, *problem.strides, *fixed.flags, *shape_of_tile, *fixed.last)
+    tail = (*sizes, *problem.strides, *shape_of_tile, *fixed.last)
     programs = problem.outer * -(-problem.inner // size.rows)
     return Launcher(fixed.kernel, Specification(tail, programs, size.warps))
-
-
-def distillation(descriptor: Any, arguments: Mapping[str, Any], size: Tile | None = None) -> None:
-    """The distillation loss or its gradient, on the current stream of the arguments' device.
-
-    Whoever calls this for a user calls `faults.after_launch` next.
-    """
-    x, backward = arguments["student"], descriptor.operation == "distillation_loss_backward"
-    leading, work = tuple(x.shape[:-1]), _work(x)
-    share = 1 if descriptor.reduction == "none" else divisor(descriptor.reduction, leading)
-    if backward:
-        if x.numel():
-            given = [arguments["dloss"].expand(leading), arguments["dstudent"]]
-            _distillation_rows(descriptor, arguments, given, share, size)
-        return
-    loss = arguments["loss"]
-    losses = loss if descriptor.reduction == "none" else torch.empty(leading, dtype=work, device=x.device)
-    if x.numel():
-        _distillation_rows(descriptor, arguments, [losses], share, size)
-    else:
-        losses.zero_()
-    if descriptor.reduction != "none":
-        loss.copy_(_reduced(losses, share))
 
 
 def _reduced(losses: torch.Tensor, share: int) -> torch.Tensor:
@@ -97,25 +70,32 @@ def _reduced(losses: torch.Tensor, share: int) -> torch.Tensor:
     return divided(total, losses.new_full((), share))
 
 
-def _distillation_rows(
-    descriptor: Any, arguments: Mapping[str, Any], given: list[torch.Tensor], share: int, size: Tile | None
+def _run(
+    problem: Any,
+    x: torch.Tensor,
+    t: torch.Tensor,
+    indices: torch.Tensor | None,
+    given: list[torch.Tensor],
+    share: int,
+    size: Tile | None,
 ) -> None:
     """Run a kernel; `given` is the losses, or their gradient and that of the student."""
-    x, t, backward = arguments["student"], arguments["teacher"], len(given) == 2
+    backward = len(given) == 2
     axis, work = x.dim() - 1, "float64" if x.dtype == torch.float64 else "float32"
     with default_environment():
-        factors = temperature_of(descriptor.temperature, np.float64 if work == "float64" else np.float32)
+        factors = temperature_of(problem.temperature, np.float64 if work == "float64" else np.float32)
     numbers = (*words_of(factors.inverse, work), *words_of(factors.itself if backward else factors.square, work))
-    top, out = descriptor.classes is not None, given[-1]
+    out = given[-1]
     tensors = [*given[:-1], x, t]
     strides = [*(_inserted(g.stride(), axis) for g in given[:-1]), x.stride(), t.stride()]
     after: tuple[int, ...] = ()
-    if top:
-        tensors.append(arguments["indices"])
-        strides += [arguments["indices"].stride(), c_strides(arguments["indices"].shape)]
-        after = (descriptor.classes, faults.code(descriptor.operation, "indices", False))
+    if indices is not None:
+        tensors.append(indices)
+        strides += [indices.stride(), c_strides(indices.shape)]
+        after = (problem.classes, faults.code(problem.operation, "indices", False))
     strides.append(out.stride() if backward else _inserted(out.stride(), axis))
-    module: Any = triton_distillation_top if top else triton_distillation
+    top = indices is not None
+    module: Any = triton_top if top else triton_rows
     kernel = getattr(module, f"distillation_{'top_' if top else ''}{'gradient' if backward else 'rows'}")
     first, itemsize = len(given) - 1, 8 if work == "float64" else 4
     whole = (first,) if top else (first, first + 1)
@@ -124,8 +104,7 @@ def _distillation_rows(
         kernel,
         (share,) if backward else (),
         after,
-        (),
-        (power_of_two(descriptor.classes),) if top else (),
+        (power_of_two(problem.classes),) if top else (),
         whole,
         itemsize * (1 if top else 2),
         (x.dtype, *(v.dtype for v in tensors)),
@@ -138,3 +117,48 @@ def _distillation_rows(
 
 def _work(t: torch.Tensor) -> torch.dtype:
     return torch.float64 if t.dtype == torch.float64 else torch.float32
+
+
+def _share(problem: Any) -> int:
+    """What the sum of the losses is divided by."""
+    return 1 if problem.reduction == "none" else divisor(problem.reduction, problem.shape[:-1])
+
+
+@launcher("distillation_loss")
+def distillation_loss(
+    problem: Any,
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    loss: torch.Tensor,
+    indices: torch.Tensor | None = None,
+    size: Tile | None = None,
+) -> None:
+    """Compute the loss."""
+    share, whole = _share(problem), problem.reduction == "none"
+    losses = loss if whole else torch.empty(student.shape[:-1], dtype=_work(student), device=student.device)
+    if student.numel():
+        _run(problem, student, teacher, indices, [losses], share, size)
+    else:
+        losses.zero_()
+    if not whole:
+        loss.copy_(_reduced(losses, share))
+    if indices is not None:
+        faults.after_launch(student.device)
+
+
+@launcher("distillation_loss_backward")
+def distillation_loss_backward(
+    problem: Any,
+    dloss: torch.Tensor,
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    dstudent: torch.Tensor,
+    indices: torch.Tensor | None = None,
+    size: Tile | None = None,
+) -> None:
+    """Compute dstudent; it may be the student's logits."""
+    if student.numel():
+        given = [dloss.expand(student.shape[:-1]), dstudent]
+        _run(problem, student, teacher, indices, given, _share(problem), size)
+    if indices is not None:
+        faults.after_launch(student.device)

@@ -1,0 +1,1 @@
+"""distillation_loss: the divergence of a teacher from a student."""
