@@ -67,11 +67,6 @@ CALLS = [
         "axis": (7,), "dloss": (X, "a"), "state": (X,), "out": (X[:1].copy(), WIDE.copy(), 3)}),
     ("linear_cross_entropy", (X, X, ROWS), {}, LINEAR),
     ("linear_cross_entropy", (X, X, ROWS), GRADIENT, LINEAR | {"dloss": (X, "a")}),
-    ("kl_div", (X, P), {}, {
-        "input": (INTEGERS, None), "target": (X[:1], WIDE), "reduction": ("avg",), "log_target": (2,)}),
-    ("kl_div_backward", (ONE, X, P), {}, {
-        "dloss": (X, "a"), "input": (INTEGERS, None), "target": (X[:1], WIDE), "reduction": ("avg",),
-        "log_target": (2,), "wrt": ("x",)}),
     ("distillation_loss", (X, X), {}, {
         "student": (INTEGERS, HIGH, None), "teacher": (X[:1], WIDE), "temperature": (0.0, "a"), "reduction": ("avg",)}),
     ("distillation_loss", (X, VALUES), {"indices": DISTINCT}, {

@@ -133,7 +133,7 @@ X = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
 def arrays_of(op: Operation, dtype: str = "float32") -> tuple[Any, ...]:
     """Arrays that its function takes."""
     made = inputs(op, np.random.default_rng(1), "normal", X.shape, dtype, settings_of(op, -1), op.optional)
-    return tuple([made[key] for key in op.inputs])
+    return tuple([made.get(key) for key in op.inputs])
 
 
 def wrong_of(op: Operation) -> dict[str, tuple[Any, ...]]:
@@ -141,7 +141,8 @@ def wrong_of(op: Operation) -> dict[str, tuple[Any, ...]]:
     made = dict(zip(op.inputs, arrays_of(op), strict=True))
     wrong: dict[str, tuple[Any, ...]] = {}
     for key, array in op.inputs.items():
-        good = made[key]
+        if (good := made[key]) is None:
+            continue
         if key == op.problem:
             wrong[key] = (X.astype(np.int32), "x", None)
             if len(op.inputs) == 1 or not any(isinstance(a, Like | PerRow) for k, a in op.inputs.items() if k != key):
