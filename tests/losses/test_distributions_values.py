@@ -312,8 +312,10 @@ def test_torch_tensors_keep_their_kind(name):
     for tensor, expected in pairs:
         assert isinstance(tensor, torch.Tensor)
         assert raw(ig.arrays.numpy_view(tensor)) == raw(expected)
-    with pytest.raises(ig.UnsupportedError, match="requires a gradient"):
-        ig.sparsemax(x.requires_grad_())
+    for result in (ig.kl_div(x.requires_grad_(), t), ig.distillation_loss(x, t), ig.gumbel_softmax(x, seed=2)):
+        assert result.requires_grad
+    with pytest.raises(ig.UnsupportedError, match="teacher requires a gradient"):
+        ig.distillation_loss(t, x)
 
 
 def test_an_encoder_records():
