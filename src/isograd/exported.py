@@ -30,6 +30,16 @@ from isograd.ops.kl_div.operation import (
     KlDivDescriptor,
     KlDivPlan,
 )
+from isograd.ops.layernorm.api import (
+    layernorm,
+    layernorm_backward,
+)
+from isograd.ops.layernorm.operation import (
+    LayernormBackwardDescriptor,
+    LayernormBackwardPlan,
+    LayernormDescriptor,
+    LayernormPlan,
+)
 from isograd.ops.rmsnorm.api import (
     rmsnorm,
     rmsnorm_backward,
@@ -80,6 +90,10 @@ __all__ = [
     "KlDivBackwardPlan",
     "KlDivDescriptor",
     "KlDivPlan",
+    "LayernormBackwardDescriptor",
+    "LayernormBackwardPlan",
+    "LayernormDescriptor",
+    "LayernormPlan",
     "LogSoftmaxBackwardDescriptor",
     "LogSoftmaxBackwardPlan",
     "LogSoftmaxDescriptor",
@@ -102,6 +116,8 @@ __all__ = [
     "gumbel_softmax_backward",
     "kl_div",
     "kl_div_backward",
+    "layernorm",
+    "layernorm_backward",
     "log_softmax",
     "log_softmax_backward",
     "rmsnorm",

@@ -198,7 +198,7 @@ def test_sums_in_an_order_of_torch_are_listed():
         "torch.Tensor.matmul": lambda: x @ x.T,
         "torch.einsum": lambda: torch.einsum("ij,kj->ik", x, x),
         "torch.nn.functional.linear": lambda: torch.nn.Linear(4, 2)(x),
-        "torch.nn.functional.layer_norm": lambda: torch.nn.LayerNorm(4)(x),
+        "torch.nn.functional.group_norm": lambda: torch.nn.GroupNorm(2, 4)(x[..., None]),
         "torch.Tensor.mean": lambda: x.mean(-1),
         "torch.linalg.vector_norm": lambda: torch.linalg.vector_norm(x),
         "torch.nn.functional.mse_loss": lambda: F.mse_loss(x, base),
@@ -237,6 +237,21 @@ def test_norms_are_replaced():
     with igt.use() as switch, warnings.catch_warnings(action="ignore"):  # torch's, of the mixture
         F.rms_norm(x.bfloat16(), (4,), torch.ones(4))
     assert switch.report().not_replaced == {"torch.nn.functional.rms_norm": 1}
+
+
+def test_layer_norms_are_replaced():
+    x, norm = torch.randn(5, 3, 4, requires_grad=True), torch.nn.LayerNorm((3, 4), eps=1e-3)
+    torch.nn.init.normal_(norm.weight)
+    torch.nn.init.normal_(norm.bias)
+    with igt.use() as switch:
+        found = norm(x)
+        other = torch.layer_norm(x, (4,), None, None, 1e-3, False)
+    assert switch.report().replaced == {"torch.nn.functional.layer_norm": 1, "torch.layer_norm": 1}
+    assert torch.equal(found, igt.layer_norm(x, (3, 4), norm.weight, norm.bias, 1e-3))
+    assert torch.equal(other, igt.layer_norm(x, (4,), eps=1e-3))
+    with igt.use() as switch:  # which torch computes, with weights of float32
+        F.layer_norm(x.bfloat16(), (4,), torch.ones(4), torch.zeros(4))
+    assert switch.report().not_replaced == {"torch.nn.functional.layer_norm": 1}
 
 
 def test_the_switch_as_a_decorator():
@@ -441,13 +456,13 @@ def test_an_unmodified_transformer_trains_as_with_torch():
     report = switch.report()
     assert report.replaced == {
         "torch.nn.functional.embedding": 100,
+        "torch.nn.functional.layer_norm": 400,
         "torch.nn.functional.softmax": 100,
         "torch.nn.functional.log_softmax": 100,
         "torch.nn.functional.scaled_dot_product_attention": 100,
     }
     assert report.not_replaced.keys() == {
         "torch.nn.functional.linear",
-        "torch.nn.functional.layer_norm",
         "torch.nn.functional.nll_loss",
         "torch.Tensor.matmul",
     }

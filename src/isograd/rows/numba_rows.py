@@ -131,6 +131,14 @@ def fill(y, offset, stride, n, value, like):
         store(y, offset + i * stride, stored)
 
 
+@device_function
+def weigh(weight, offset, stride, count, block, weights):
+    """Multiply a block by the weights of its places."""
+    load_block(weight, offset, stride, count, weights)
+    for i in range(count):
+        store(block, i, load(block, i) * load(weights, i))
+
+
 # --- rows as they are ------------------------------------------------------------------------------------------------
 @device_function
 def row_maximum(x, offset, stride, n, block, like):

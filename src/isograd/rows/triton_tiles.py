@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 # ruff: noqa: N803, RET505
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
-"""Tiles of rows for the Triton kernels of divergences, gumbel_softmax and sparsemax, and numbers that vary by call.
+"""Tiles of rows for the Triton kernels of divergences, norms, gumbel_softmax, sparsemax; numbers that vary by call.
 
 Tiles are shaped as in `triton_rows.py`, [q, rows, p, v], and hold work-type values. Everything is computed as
 in float32 or float64 rows, for 16-bit logits too.
@@ -10,6 +10,7 @@ in float32 or float64 rows, for 16-bit logits too.
 import triton
 import triton.language as tl
 
+from isograd.numerics import triton_memory as memory
 from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
 from isograd.rows import triton_rows as rows
@@ -158,3 +159,16 @@ def total(high, low, exponent, special, key, work: tl.constexpr):
     """The order-free sum of every row from the sums of limbs."""
     hi, lo = rows.wide_sum(high, low, work)
     return rows.order_free_sum(hi, lo, exponent, special, key, True, work)
+
+
+@triton.jit
+def mean(high, low, exponent, special, key, n, work: tl.constexpr):
+    """The mean of a row's terms from the sums of their limbs."""
+    s = total(high, low, exponent, special, key, work)
+    return ops.divide(s, tl.zeros_like(s) + memory.wide_int(n).to(work))
+
+
+@triton.jit
+def along(base, stride, column, n):
+    """A tile of what all rows share, one for each place of the axis."""
+    return ops.widen(tl.load(base + column * stride, mask=column < n, other=0.0), False)

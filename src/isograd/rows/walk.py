@@ -21,6 +21,11 @@ def element_strides(array: Any) -> Shape:
     return tuple([s // array.itemsize for s in array.strides])
 
 
+def one_row(array: Any, like: Any) -> tuple[int, int, bool]:
+    """(address, stride, whether there is one) of an optional array of the axis alone."""
+    return (address(like), 0, False) if array is None else (address(array), element_strides(array)[0], True)
+
+
 def work_zero(dtype: str) -> Any:
     """The zero of the type that a storage type is computed in, as kernels take it."""
     return kernel_type(np.dtype(compute_dtype(dtype)))

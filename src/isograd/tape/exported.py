@@ -9,6 +9,9 @@ from isograd.ops.gumbel_softmax.api import (
 from isograd.ops.kl_div.api import (
     kl_div,
 )
+from isograd.ops.layernorm.api import (
+    layernorm,
+)
 from isograd.ops.rmsnorm.api import (
     rmsnorm,
 )
@@ -24,6 +27,7 @@ __all__ = [
     "distillation_loss",
     "gumbel_softmax",
     "kl_div",
+    "layernorm",
     "log_softmax",
     "rmsnorm",
     "softmax",

@@ -78,6 +78,7 @@ TABLE = (
         "_fused_rms_norm _fused_rms_norm_backward rms_norm",
         f"`igt.rms_norm`, or {_USE}",
     ),
+    Row(SUM, "native_layer_norm native_layer_norm_backward layer_norm", f"`igt.layer_norm`, or {_USE}"),
     Row(
         SUM,
         "_safe_softmax _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
@@ -98,7 +99,7 @@ TABLE = (
     Row(
         SUM,
         "sum mean nansum prod var var_mean std std_mean logsumexp _logcumsumexp "
-        "native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward "
+        "native_group_norm native_group_norm_backward "
         "native_batch_norm native_batch_norm_backward cudnn_batch_norm cudnn_batch_norm_backward "
         "_native_batch_norm_legit _native_batch_norm_legit_no_training batch_norm_backward _batch_norm_with_update "
         "cumprod dist renorm trace mse_loss smooth_l1_loss huber_loss soft_margin_loss multi_margin_loss "

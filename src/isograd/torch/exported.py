@@ -9,6 +9,9 @@ from isograd.ops.gumbel_softmax.torch import (
 from isograd.ops.kl_div.torch import (
     kl_div,
 )
+from isograd.ops.layernorm.torch import (
+    layer_norm,
+)
 from isograd.ops.rmsnorm.torch import (
     rms_norm,
 )
@@ -26,6 +29,7 @@ __all__ = [
     "distillation_loss",
     "gumbel_softmax",
     "kl_div",
+    "layer_norm",
     "log_softmax",
     "log_softmax_backward",
     "rms_norm",

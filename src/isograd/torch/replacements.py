@@ -45,6 +45,18 @@ def _plainly(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+def _layer_norm(
+    input: Tensor,  # noqa: A002
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    """torch.layer_norm, whose last argument says nothing to isograd."""
+    return exported.layer_norm(input, normalized_shape, weight, bias, eps)
+
+
 def _in_place(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The method that writes into its tensor; torch sees a copy, which it differentiates and may refuse."""
 
@@ -73,6 +85,7 @@ _FUNCTIONAL: tuple[Callable[..., Any], ...] = (
     indexing.embedding,
     losses.cross_entropy,
     exported.kl_div,
+    exported.layer_norm,
     exported.rms_norm,
 )
 for _call in _INDEXING:
@@ -85,6 +98,7 @@ for _call in _INDEXING:
 for _call in _FUNCTIONAL:
     _kind = _call.__name__
     REPLACED[getattr(F, _kind)] = (f"torch.nn.functional.{_kind}", _plainly(_kind, _call))
+REPLACED[torch.layer_norm] = ("torch.layer_norm", _plainly("layer_norm", _layer_norm))
 REPLACED[torch.rms_norm] = ("torch.rms_norm", _plainly("rms_norm", exported.rms_norm))
 
 
@@ -184,7 +198,7 @@ _leave(
     _ORDER,
     _of_floats,
     [_F],
-    "linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d layer_norm "
+    "linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
     "group_norm instance_norm batch_norm local_response_norm normalize cosine_similarity pairwise_distance "
     "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d lp_pool1d lp_pool2d "
     "lp_pool3d nll_loss gaussian_nll_loss poisson_nll_loss mse_loss l1_loss smooth_l1_loss huber_loss ctc_loss "
@@ -204,7 +218,7 @@ _leave(
     [_TORCH, _METHOD],
     "matmul __matmul__ __rmatmul__ mm bmm mv dot vdot inner addmm addmm_ addbmm addbmm_ baddbmm baddbmm_ addmv addmv_ "
     "einsum tensordot chain_matmul cdist lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell "
-    "layer_norm group_norm instance_norm batch_norm native_layer_norm native_batch_norm native_group_norm "
+    "group_norm instance_norm batch_norm native_layer_norm native_batch_norm native_group_norm "
     "sum nansum mean nanmean var var_mean std std_mean prod cumsum cumsum_ cumprod cumprod_ logsumexp logcumsumexp "
     "norm renorm renorm_ dist trace cov corrcoef trapezoid cumulative_trapezoid",
 )

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from isograd.numerics.bounds import LARGEST, limits, sum_error, ulp
 from isograd.numerics.storage import compute_dtype
 from isograd.ops.rmsnorm import reference
+from isograd.rows.matrix import along
 
 Floats = NDArray[Any]
 _WIDE = np.longdouble
@@ -31,7 +32,7 @@ def rmsnorm(
         # Squares that underflow may leave nothing of their mean.
         past = np.isfinite(squares) & ((squares > largest) | (r > largest) | (eta * r * r > 0.25))
         of_rstd = np.where(past, np.inf, (relative + u) * r + eta)
-        scale = 1 if weight is None else np.abs(reference.along(weight, x.ndim, axis))
+        scale = 1 if weight is None else np.abs(along(weight, x.ndim, axis))
         bound = np.abs(y) * (np.expand_dims(relative, axis) + 3.5 * u) + 3 * eta * (1 + scale)
         past = np.expand_dims(past, axis) | (np.isfinite(y) & (np.abs(y) > LARGEST[dtype]))
         return np.where(past, np.inf, bound + ulp(y, dtype) / 2), of_rstd
@@ -54,7 +55,7 @@ def rmsnorm_backward(
         dx, dw = found if dweight else (found, None)
         r = np.expand_dims(np.abs(rstd.astype(_WIDE)), axis)
         upstream, scaled = np.abs(dy.astype(_WIDE)), np.abs(x.astype(_WIDE)) * r
-        w = 1 if weight is None else np.abs(reference.along(weight, x.ndim, axis))
+        w = 1 if weight is None else np.abs(along(weight, x.ndim, axis))
         g = upstream * w
         terms = g * scaled
         total = terms.sum(axis=axis, keepdims=True) / n

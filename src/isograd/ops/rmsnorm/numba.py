@@ -6,7 +6,7 @@ import numpy as np
 
 from isograd.core.kernel import launcher
 from isograd.fenv import default_environment
-from isograd.numerics.numba_compile import device_function, kernel
+from isograd.numerics.numba_compile import kernel
 from isograd.numerics.numba_memory import (
     BLOCK,
     empty_work,
@@ -26,18 +26,9 @@ from isograd.numerics.numba_sum import block_magnitude
 from isograd.numerics.numba_wide import to_float
 from isograd.numerics.reference import narrow as rounded
 from isograd.numerics.reference import work_dtype
-from isograd.numerics.storage import address
 from isograd.reduction import api as reduction
-from isograd.rows.numba_rows import stored_sum
-from isograd.rows.walk import element_strides, for_rows
-
-
-@device_function
-def _weigh(weight, offset, stride, count, block, weights):
-    """Multiply a block by the weights of its places."""
-    load_block(weight, offset, stride, count, weights)
-    for i in range(count):
-        store(block, i, load(block, i) * load(weights, i))
+from isograd.rows.numba_rows import stored_sum, weigh
+from isograd.rows.walk import for_rows, one_row
 
 
 @kernel
@@ -71,7 +62,7 @@ def rmsnorm_rows(
             for i in range(count):
                 store(block, i, load(block, i) * r)
             if weighted:
-                _weigh(weight, j * weight_stride, weight_stride, count, block, weights)
+                weigh(weight, j * weight_stride, weight_stride, count, block, weights)
             store_block(y, yo + j * y_stride, y_stride, count, block)
 
 
@@ -98,7 +89,7 @@ def rmsnorm_backward_rows(
             load_block(dy, dyo + j * dy_stride, dy_stride, count, g)
             load_block(x, xo + j * x_stride, x_stride, count, normal)
             if weighted:
-                _weigh(weight, j * weight_stride, weight_stride, count, g, block)
+                weigh(weight, j * weight_stride, weight_stride, count, g, block)
             for i in range(count):
                 store(block, i, load(g, i) * (load(normal, i) * r))
             key = block_magnitude(block, count, key)
@@ -116,18 +107,13 @@ def rmsnorm_backward_rows(
                     store(block, i, load(g, i) * load(normal, i))
                 store_block(p, po + j * p_stride, p_stride, count, block)
             if weighted:
-                _weigh(weight, j * weight_stride, weight_stride, count, g, block)
+                weigh(weight, j * weight_stride, weight_stride, count, g, block)
             for i in range(count):
                 store(block, i, r * (load(g, i) - load(normal, i) * a))
             store_block(dx, dxo + j * dx_stride, dx_stride, count, block)
 
 
 # --- launches --------------------------------------------------------------------------------------------------------
-def _weight(weight: Any, like: Any) -> tuple[int, int, bool]:
-    """(address, stride, whether there is one)."""
-    return (address(like), 0, False) if weight is None else (address(weight), element_strides(weight)[0], True)
-
-
 @launcher("rmsnorm")
 def rmsnorm(problem: Any, x: Any, y: Any, rstd: Any, weight: Any = None) -> None:
     """Compute y and rstd; y may be x."""
@@ -136,7 +122,7 @@ def rmsnorm(problem: Any, x: Any, y: Any, rstd: Any, weight: Any = None) -> None
         return
     with default_environment():
         eps = work_dtype(x.dtype)(problem.eps)
-    for_rows(rmsnorm_rows, problem.axis, (x, y), *_weight(weight, x), eps, per_row=(rstd,))
+    for_rows(rmsnorm_rows, problem.axis, (x, y), *one_row(weight, x), eps, per_row=(rstd,))
 
 
 @launcher("rmsnorm_backward")
@@ -147,7 +133,7 @@ def rmsnorm_backward(
     summed = dweight is not None
     p = np.empty(x.shape, rstd.dtype) if summed else dx
     if x.size:
-        settings = (*_weight(weight, x), summed)
+        settings = (*one_row(weight, x), summed)
         for_rows(rmsnorm_backward_rows, problem.axis, (dy, x, p, dx), *settings, per_row=(rstd,))
     if summed:
         others = tuple([d for d in range(x.ndim) if d != problem.axis])

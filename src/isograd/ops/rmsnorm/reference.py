@@ -1,59 +1,46 @@
 """rmsnorm in NumPy: the definition that every kernel returns bit for bit, and its oracle.
 
     rmsnorm           r = 1 / sqrt(mean(x^2) + eps),  y_j = x_j r w_j
-    rmsnorm_backward  dx_j = r (g_j - x_j r a),  g = dy w,  a = mean(g x r);  dw_j = sum over rows of dy_j x_j r
+    rmsnorm_backward  dx_j = r (g_j - x_j r a),  g = dy w,  a = row_mean(g x r);  dw_j = sum over rows of dy_j x_j r
 
 `docs/arithmetic.md` says under norms what is rounded.
 """
 
-import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from isograd.numerics import reference as ref
+from isograd.rows.matrix import along, matrix, put_back, row_mean
 
 Floats = NDArray[Any]
-
-
-def _rows(x: Floats, axis: int) -> Floats:
-    """A row of the axis in each row of a matrix, widened."""
-    moved = np.moveaxis(x, axis, -1)
-    return ref.widen(moved.reshape(math.prod(moved.shape[:-1]), moved.shape[-1]))
-
-
-def _put_back(rows: Floats, like: Floats, axis: int) -> Floats:
-    moved = np.moveaxis(like, axis, -1).shape
-    return np.ascontiguousarray(np.moveaxis(ref.narrow(rows, like.dtype).reshape(moved), -1, axis))
 
 
 def rmsnorm(x: Floats, weight: Floats | None = None, axis: int = -1, eps: float = 1e-6) -> tuple[Floats, Floats]:
     """The bits of (y, rstd)."""
     shape = np.moveaxis(x, axis, -1).shape[:-1]
-    rows = _rows(x, axis)
+    rows = matrix(x, axis)
     of = rows.dtype.type
     with np.errstate(all="ignore"):
-        mean = ref.order_free_sum(rows * rows) / of(rows.shape[1])
-        r = of(1) / np.sqrt(mean + of(eps))
+        r = of(1) / np.sqrt(row_mean(rows * rows) + of(eps))
         y = rows * r[:, None]
         if weight is not None:
             y = y * ref.widen(weight)
-    return _put_back(y, x, axis), ref.narrow(r, r.dtype).reshape(shape)
+    return put_back(y, x, axis), ref.narrow(r, r.dtype).reshape(shape)
 
 
 def rmsnorm_backward(
     dy: Floats, x: Floats, rstd: Floats, weight: Floats | None = None, axis: int = -1, dweight: bool = False
 ) -> Any:
     """The bits of dx or, with dweight, of (dx, dweight)."""
-    upstream, rows = _rows(dy, axis), _rows(x, axis)
-    of = rows.dtype.type
+    upstream, rows = matrix(dy, axis), matrix(x, axis)
     with np.errstate(all="ignore"):
         r = rstd.reshape(-1, 1)
         scaled = rows * r
         g = upstream if weight is None else upstream * ref.widen(weight)
-        a = ref.order_free_sum(g * scaled) / of(rows.shape[1])
-        dx = _put_back(r * (g - scaled * a[:, None]), x, axis)
+        a = row_mean(g * scaled)
+        dx = put_back(r * (g - scaled * a[:, None]), x, axis)
         if not dweight:
             return dx
         return dx, ref.narrow(ref.order_free_sum(np.ascontiguousarray((upstream * scaled).T)), x.dtype)
@@ -61,13 +48,6 @@ def rmsnorm_backward(
 
 # --- the oracle: the same formulas in the widest float of the machine ------------------------------------------------
 _WIDE = np.longdouble
-
-
-def along(weight: Floats, rank: int, axis: int) -> Floats:
-    """A weight as an array that broadcasts against rows."""
-    shape = [1] * rank
-    shape[axis] = -1
-    return weight.astype(_WIDE).reshape(shape)
 
 
 def oracle_rmsnorm(x: Floats, weight: Floats | None = None, axis: int = -1, eps: float = 1e-6) -> tuple[Floats, Floats]:

@@ -1,0 +1,97 @@
+"""What a user calls: layernorm and its gradient."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+from numpy.typing import NDArray
+
+from isograd.core import call
+from isograd.ops.layernorm.operation import LAYERNORM, LAYERNORM_BACKWARD
+from isograd.typing import Array, ArrayT, DataT, ScalarT
+
+_layernorm, _backward = call.function(LAYERNORM), call.function(LAYERNORM_BACKWARD)
+
+
+@overload
+def layernorm(
+    x: NDArray[ScalarT],
+    weight: NDArray[Any] | None = ...,
+    bias: NDArray[Any] | None = ...,
+    *,
+    axis: int = ...,
+    eps: float = ...,
+    return_statistics: Literal[False] = ...,
+) -> NDArray[ScalarT]: ...
+@overload
+def layernorm(
+    x: ArrayT,
+    weight: Array | None = ...,
+    bias: Array | None = ...,
+    *,
+    axis: int = ...,
+    eps: float = ...,
+    return_statistics: Literal[False] = ...,
+) -> ArrayT: ...
+@overload
+def layernorm(
+    x: ArrayT,
+    weight: Array | None = ...,
+    bias: Array | None = ...,
+    *,
+    axis: int = ...,
+    eps: float = ...,
+    return_statistics: Literal[True],
+) -> tuple[ArrayT, Any, Any]: ...
+def layernorm(
+    x: Any,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    axis: int = -1,
+    eps: float = 1e-5,
+    return_statistics: bool = False,
+) -> Any:
+    """Each row of an axis less its mean, over its deviation: `y_j = (x_j - mean) * rstd * weight_j + bias_j`.
+
+    x: float16, bfloat16, float32 or float64, rank 1 to 8, any strides: a NumPy array, a torch tensor, an array with
+    DLPack or a tape variable; the result is of the same kind. weight, bias: of x's dtype, one for each place of the
+    axis; ones and zeros by default. eps: from 0 to 1e30; `rstd = 1 / sqrt(mean((x - mean)^2) + eps)`.
+    return_statistics: whether `(y, mean, rstd)` comes, the last two one for each row, in float32 (float64 for float64);
+    `layernorm_backward` wants them.
+
+    Both means come from exact sums, so a row has the same bits in any order and in any batch: rule 16 of
+    `docs/arithmetic.md`.
+
+    Raises InvalidProblemError for a wrong axis, rank or eps and a weight or bias that does not fit, UnsupportedError
+    for another dtype.
+    """
+    y, mean, rstd = _layernorm((x, weight, bias), (axis, eps))
+    return (y, mean, rstd) if return_statistics else y
+
+
+@overload
+def layernorm_backward(
+    dy: NDArray[ScalarT],
+    x: NDArray[ScalarT],
+    mean: NDArray[Any],
+    rstd: NDArray[Any],
+    weight: NDArray[Any] | None = ...,
+    *,
+    axis: int = ...,
+) -> tuple[NDArray[ScalarT], NDArray[ScalarT], NDArray[ScalarT]]: ...
+@overload
+def layernorm_backward(
+    dy: DataT, x: DataT, mean: DataT, rstd: DataT, weight: DataT | None = ..., *, axis: int = ...
+) -> tuple[DataT, DataT, DataT]: ...
+def layernorm_backward(dy: Any, x: Any, mean: Any, rstd: Any, weight: Any = None, *, axis: int = -1) -> Any:
+    """The gradients of layernorm for x, for its weight and for its bias: `(dx, dweight, dbias)`.
+
+    dy: the gradient of y. x, weight: as layernorm got them. mean, rstd: as it returned them. With `g = dy * weight` and
+    `v = (x - mean) * rstd`: `dx_j = rstd * (g_j - mean(g) - v_j * mean(g * v))`. dweight is the sum of `dy * v` over
+    all rows and dbias that of dy, exact but for the rounding of their terms and of the result: the order of the rows
+    leaves no trace.
+
+    Raises InvalidProblemError for shapes or dtypes that do not match and a wrong axis.
+    """
+    return _backward((dy, x, mean, rstd, weight), (axis,), ("dweight", "dbias"))

@@ -1,0 +1,218 @@
+# mypy: ignore-errors
+# ruff: noqa: N803
+"""Sums over the rows in Triton, for the gradients of weights and biases of norms: dy v and dy of every column.
+
+v = x r, or (x - mean) r where rows are CENTERED. Integers are added by atomics, whose order leaves no trace. Columns of
+the weight come before those of the bias in keys and words where both are asked for.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from isograd.numerics import triton_memory as memory
+from isograd.numerics import triton_ops as ops
+from isograd.numerics import triton_sum as sums
+from isograd.numerics import triton_terms as terms
+from isograd.rows.triton_launch import Strides
+from isograd.triton_launcher import Launcher, Specification, architecture, kept, merged, processors
+
+
+@triton.jit
+def _terms(
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, row, stop, column, n, shape, dy_steps, x_steps, mean_steps, rstd_steps, dy_axis,
+    x_axis, CENTERED: tl.constexpr,
+):  # fmt: skip
+    """The terms (dy v, dy) [rows, columns], zero outside."""
+    inside, mask = row < stop, (row < stop)[:, None] & (column < n)[None, :]
+    dy_ptr += memory.element_offset(row, shape, dy_steps)[:, None] + column[None, :] * dy_axis
+    x_ptr += memory.element_offset(row, shape, x_steps)[:, None] + column[None, :] * x_axis
+    r = tl.load(rstd_ptr + memory.element_offset(row, shape, rstd_steps), mask=inside, other=0.0)
+    dy = ops.widen(tl.load(dy_ptr, mask=mask, other=0.0), False)
+    x = ops.widen(tl.load(x_ptr, mask=mask, other=0.0), False)
+    if CENTERED:
+        mean = tl.load(mean_ptr + memory.element_offset(row, shape, mean_steps), mask=inside, other=0.0)
+        x = x - mean[:, None]
+    return tl.where(mask, dy * (x * r[:, None]), 0.0), dy
+
+
+@triton.jit
+def _chunk(chunks, length, count, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(first rows, where they stop, columns) of this program."""
+    pid = tl.program_id(0).to(tl.int64)
+    begin = pid % chunks * length
+    column = pid // chunks * COLUMNS + tl.arange(0, COLUMNS)
+    return begin + tl.arange(0, ROWS), tl.minimum(begin + length, memory.wide_int(count)), column
+
+
+@triton.jit
+def column_keys(
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, keys_ptr, n, count, chunks, length, shape, dy_steps, x_steps, mean_steps,
+    rstd_steps, dy_axis, x_axis, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CENTERED: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """The key of the largest term of every column."""
+    row, stop, column = _chunk(chunks, length, count, ROWS, COLUMNS)
+    key = tl.zeros((ROWS, COLUMNS), keys_ptr.dtype.element_ty)
+    bias_key = key
+    for start in range(0, length, ROWS):
+        p, dy = _terms(
+            dy_ptr, x_ptr, mean_ptr, rstd_ptr, row + start, stop, column, n, shape, dy_steps, x_steps, mean_steps,
+            rstd_steps, dy_axis, x_axis, CENTERED,
+        )  # fmt: skip
+        if WEIGHT:
+            key = tl.maximum(key, terms.term_key(p))
+        if BIAS:
+            bias_key = tl.maximum(bias_key, terms.term_key(dy))
+    if WEIGHT:
+        tl.atomic_max(keys_ptr + column, tl.max(key, axis=0), mask=column < n, sem="relaxed")
+        keys_ptr += n
+    if BIAS:
+        tl.atomic_max(keys_ptr + column, tl.max(bias_key, axis=0), mask=column < n, sem="relaxed")
+
+
+@triton.jit
+def _scale(keys_ptr, column, n):
+    """(key, scale, magic, low_scale) of every column."""
+    key = tl.load(keys_ptr + column, mask=column < n, other=0)
+    _, scale, magic, low_scale = sums.term_scale(key[None, :])
+    return key, scale, magic, low_scale
+
+
+@triton.jit
+def _add_up(words_ptr, columns, a, b, special, key, mask, WORDS: tl.constexpr, wide: tl.constexpr):
+    a, b, special = tl.sum(a, axis=0), tl.sum(b, axis=0), tl.sum(special, axis=0)
+    terms.accumulate(words_ptr, columns, a, b, special, key, mask, WORDS, wide)
+
+
+@triton.jit
+def column_parts(
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, keys_ptr, words_ptr, n, count, chunks, length, shape, dy_steps, x_steps,
+    mean_steps, rstd_steps, dy_axis, x_axis, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CENTERED: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """The integer sums of every column, added up in memory."""
+    row, stop, column = _chunk(chunks, length, count, ROWS, COLUMNS)
+    wide: tl.constexpr = rstd_ptr.dtype.element_ty == tl.float64
+    zero = tl.zeros((ROWS, COLUMNS), tl.int64)
+    a, b, special = zero, zero, tl.zeros((ROWS, COLUMNS), rstd_ptr.dtype.element_ty)
+    bias_a, bias_b, bias_special = a, b, special
+    key, scale, magic, low_scale = _scale(keys_ptr, column, n)
+    bias_key, bias_scale, bias_magic, bias_low = key, scale, magic, low_scale
+    if WEIGHT and BIAS:
+        bias_key, bias_scale, bias_magic, bias_low = _scale(keys_ptr + n, column, n)
+    for start in range(0, length, ROWS):
+        p, dy = _terms(
+            dy_ptr, x_ptr, mean_ptr, rstd_ptr, row + start, stop, column, n, shape, dy_steps, x_steps, mean_steps,
+            rstd_steps, dy_axis, x_axis, CENTERED,
+        )  # fmt: skip
+        if WEIGHT:
+            more_a, more_b = terms.term_parts(p, scale, magic, low_scale)
+            a += more_a
+            b += more_b
+            special += terms.special_terms(p)
+        if BIAS:
+            more_a, more_b = terms.term_parts(dy, bias_scale, bias_magic, bias_low)
+            bias_a += more_a
+            bias_b += more_b
+            bias_special += terms.special_terms(dy)
+    columns = n * (WEIGHT + BIAS)
+    if WEIGHT:
+        _add_up(words_ptr + column, columns, a, b, special, key, column < n, WORDS, wide)
+        words_ptr += n
+    if BIAS:
+        _add_up(words_ptr + column, columns, bias_a, bias_b, bias_special, bias_key, column < n, WORDS, wide)
+
+
+@triton.jit
+def column_finish(
+    keys_ptr, words_ptr, out_ptr, n, columns, first, out_axis, COLUMNS: tl.constexpr, WORDS: tl.constexpr
+):  # fmt: skip
+    """Round the sums of n columns from the first one on, of so many."""
+    column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = column < n
+    key = tl.load(keys_ptr + first + column, mask=mask, other=0)
+    w0, w1, w2, w3 = terms.load_words(words_ptr + first + column, columns, mask, WORDS)
+    s = terms.sum_of_words(w0, w1, w2, w3, key, WORDS)
+    tl.store(out_ptr + column * out_axis, ops.narrow(s, out_ptr.dtype.element_ty, False), mask=mask)
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
+_ROWS, _COLUMNS, _MOST_ROWS = 8, 128, 1 << 17  # of a tile; terms whose integer parts add up in one word each
+
+
+class _Sums(NamedTuple):
+    keys: Launcher
+    parts: Launcher
+    finish: tuple[Launcher, ...]
+
+
+@kept
+def _sums(
+    axis: int,
+    shape: Strides,
+    strides: tuple[Strides, ...],
+    centered: bool,
+    weight: bool,
+    out_steps: Strides,
+    words: int,
+    multiprocessors: int,
+    _: Any,
+) -> _Sums:
+    n, others = shape[axis], [d for d in range(len(shape)) if d != axis]
+    dy, x, mean, rstd = strides
+    outer = (tuple(dy[d] for d in others), tuple(x[d] for d in others), mean, rstd)
+    sizes, steps = merged([shape[d] for d in others], outer)
+    steps = steps or [(0, 0, 0, 0)]
+    count, blocks, columns = math.prod(sizes), -(-n // _COLUMNS), n * len(out_steps)
+    chunks = max(min(-(-4 * multiprocessors // blocks), -(-count // _ROWS)), -(-count // _MOST_ROWS))
+    length = -(-count // (chunks * _ROWS)) * _ROWS
+    # Nobody divides by the first size, which varies with the number of rows.
+    walk = ((0, *sizes[1:]), *(tuple(step[t] for step in steps) for t in range(4)))
+    bias = len(out_steps) > weight
+    tail = (n, count, chunks, length, *walk, dy[axis], x[axis], _ROWS, _COLUMNS, centered, weight, bias)
+    free = ("count", "chunks", "length")
+    finish = [
+        Launcher(column_finish, Specification((n, columns, i * n, step, _COLUMNS, words), blocks))
+        for i, step in enumerate(out_steps)
+    ]
+    return _Sums(
+        Launcher(column_keys, Specification(tail, chunks * blocks, free=free)),
+        Launcher(column_parts, Specification((*tail, words), chunks * blocks, free=free)),
+        tuple(finish),
+    )
+
+
+def sums_over_rows(
+    axis: int,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    rstd: torch.Tensor,
+    mean: torch.Tensor | None = None,
+    dweight: torch.Tensor | None = None,
+    dbias: torch.Tensor | None = None,
+) -> None:
+    """Write what is asked for: the gradients of a norm's weight and of its bias."""
+    outputs = [t for t in (dweight, dbias) if t is not None]
+    if x.numel() == 0:
+        for out in outputs:
+            out.zero_()
+        return
+    center = rstd if mean is None else mean
+    double = rstd.dtype == torch.float64
+    words, n = 4 if double else 2, x.shape[axis]
+    strides, dtypes = (dy.stride(), x.stride(), center.stride(), rstd.stride()), (x.dtype, architecture(x))
+    steps = tuple([out.stride(0) for out in outputs])
+    found = _sums(
+        axis, tuple(x.shape), strides, mean is not None, dweight is not None, steps, words, processors(x), dtypes
+    )
+    columns = n * len(outputs)
+    keys = torch.zeros(columns, dtype=torch.int64 if double else torch.int32, device=x.device)
+    sums_of_parts = torch.zeros(words * columns, dtype=torch.int64, device=x.device)
+    found.keys(dy, x, center, rstd, keys)
+    found.parts(dy, x, center, rstd, keys, sums_of_parts)
+    for finish, out in zip(found.finish, outputs, strict=True):
+        finish(keys, sums_of_parts, out)
