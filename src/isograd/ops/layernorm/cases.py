@@ -12,26 +12,30 @@ _STREAM = 2400
 
 def _rows(dtype: str, stream: int) -> Iterator[tuple[str, Array, Array, Array, Array]]:
     """Name, rows, gradients, weight, bias: rows that hurt."""
+
+    def stored(name: str, x: Array, t: Array, w: Array, b: Array) -> tuple[str, Array, Array, Array, Array]:
+        return name, store(x, dtype), store(t, dtype), store(w, dtype), store(b, dtype)
+
     for i, shape in enumerate(((6, 1), (5, 31), (40, 256), (3, 5000), (2, 3, 48))):
         x, t = normal(shape, stream + 4 * i), normal(shape, stream + 4 * i + 1)
         w, b = normal(shape[-1:], stream + 4 * i + 2), normal(shape[-1:], stream + 4 * i + 3)
         name = " x ".join(map(str, shape))
-        yield name, *(store(a, dtype) for a in (x, t, 1 + w / 8, b / 8))
+        yield stored(name, x, t, 1 + w / 8, b / 8)
     x, t = normal((4, 300), stream + 30), normal((4, 300), stream + 31)
     w, b = normal((300,), stream + 32), normal((300,), stream + 33)
     large = {"float16": 2.0**10, "float64": 2.0**500}.get(dtype, 2.0**58)
     tiny = {"float16": 2.0**-20, "float64": 2.0**-1030}.get(dtype, 2.0**-130)
     for name, factor in (("large", large), ("squares overflow", 32 * large * large), ("subnormal", tiny)):
-        yield name, *(store(a, dtype) for a in (x * factor, t, w, b))
-    yield "far from zero", *(store(a, dtype) for a in (1000 + x, t, w, b))
+        yield stored(name, x * factor, t, w, b)
+    yield stored("far from zero", 1000 + x, t, w, b)
     channel = np.where(np.arange(300) == 17, 100.0, 1.0)
-    yield "one large channel", *(store(a, dtype) for a in (x * channel, t, w / channel, b))
+    yield stored("one large channel", x * channel, t, w / channel, b)
     constant = x.copy()
     constant[0], constant[1], constant[2, ::2], constant[3] = 0.0, 1.0, -0.0, 0.1
-    yield "constant rows", *(store(a, dtype) for a in (constant, t, w, b))
+    yield stored("constant rows", constant, t, w, b)
     special = x.copy()
     special[0, 3], special[1, 299], special[2, 0] = np.nan, np.inf, -np.inf
-    yield "NaN and inf", *(store(a, dtype) for a in (special, t, w, b))
+    yield stored("NaN and inf", special, t, w, b)
 
 
 def layernorm(dtype: str) -> Iterator[Case]:
