@@ -20,7 +20,7 @@ from torch import nn  # noqa: E402
 import isograd.torch as igt  # noqa: E402
 from isograd import arrays  # noqa: E402
 from isograd.distributed import kernels, reference  # noqa: E402
-from isograd.errors import StepError  # noqa: E402
+from isograd.errors import StepError, UnsupportedError  # noqa: E402
 
 GradientSum = igt.distributed.GradientSum
 SIZES = (1, 5, 2048, 4099, 1_000_003)
@@ -158,6 +158,14 @@ def test_units_on_a_stream_of_their_own() -> None:
         total.finish()
         found.append([arrays.numpy_view(p.grad.cpu()).tobytes() for p in model.parameters()])
     assert found[0] == found[1]
+
+
+def test_classes_over_ranks_have_no_kernel_here() -> None:
+    x, targets = torch.randn(4, 3, device="cuda"), torch.arange(4, device="cuda") % 3
+    with pytest.raises(UnsupportedError, match="vocab_parallel_cross_entropy: no kernel for device 'cuda'"):
+        igt.distributed.vocab_parallel_cross_entropy(x, targets)
+    with pytest.raises(UnsupportedError, match="vocab_parallel_softmax: no kernel for device 'cuda'"):
+        igt.distributed.vocab_parallel_softmax(x)
 
 
 # --- NCCL ------------------------------------------------------------------------------------------------------------

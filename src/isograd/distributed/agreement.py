@@ -17,15 +17,30 @@ def _digest(what: Any) -> list[int]:
     return [int.from_bytes(found[8 * i : 8 * i + 8], "little", signed=True) for i in range(_WORDS)]
 
 
+def checked_group(name: str, group: Any) -> Any:
+    """The group, or None; InvalidProblemError for anything else, and for a group without this rank."""
+    if group is not None and (not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0):
+        raise InvalidProblemError(f"{name}: group is {group!r}; expected a process group with this rank")
+    return group
+
+
 def agree(
-    name: str, groups: Sequence[Any], device: torch.device, failed: IsogradError | None, what: Mapping[str, Any]
-) -> None:
+    name: str,
+    groups: Sequence[Any],
+    device: torch.device,
+    failed: IsogradError | None,
+    what: Mapping[str, Any],
+    number: int = 0,
+) -> list[int]:
     """Raise on every rank of the groups unless all have the same; a collective call.
 
-    failed: the error that this rank is about to raise, which the others are told of.
+    failed: the error that this rank is about to raise, which the others are told of. number: of this rank's own.
+
+    Returns the numbers of the ranks, group by group.
     """
     mine = [word for value in what.values() for word in ([0] * _WORDS if failed else _digest(value))]
-    words = torch.tensor(mine, dtype=torch.int64, device=device)
+    words = torch.tensor([*mine, number], dtype=torch.int64, device=device)
+    numbers: list[int] = []
     broken: list[int] = []
     apart: list[tuple[str, list[int]]] = []
     for group in groups:
@@ -33,6 +48,7 @@ def agree(
         dist.all_gather(everyone, words, group=group)
         ranks = dist.get_process_group_ranks(group)
         found = [theirs.tolist() for theirs in everyone]
+        numbers += [theirs.pop() for theirs in found]
         broken += [rank for rank, theirs in zip(ranks, found, strict=True) if not any(theirs)]
         for i, key in enumerate(what):
             first, *others = (theirs[_WORDS * i : _WORDS * (i + 1)] for theirs in found)
@@ -46,3 +62,4 @@ def agree(
         key, other = apart[0]
         ranks_said = ", ".join(map(str, other))
         raise InvalidProblemError(f"{name}: {key} of rank {ranks_said} differ from the first rank's; expected the same")
+    return numbers

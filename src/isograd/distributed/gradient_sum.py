@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isograd.distributed import kernels, sharded
-from isograd.distributed.agreement import agree
+from isograd.distributed.agreement import agree, checked_group
 from isograd.distributed.buckets import Slot, packed
 from isograd.distributed.report import GradientReport
 from isograd.distributed.settings import Exponents, Setting, checked, resolved
@@ -80,8 +80,7 @@ class GradientSum:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InvalidProblemError(f"{_NAME}: model is a {type(model).__name__}; expected a torch.nn.Module")
-        if group is not None and (not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0):
-            raise InvalidProblemError(f"{_NAME}: group is {group!r}; expected a process group with this rank")
+        group = checked_group(_NAME, group)
         ddp, plain = _unwrapped(model)
         self._ddp = ddp
         self._modules = sharded.fsdp_modules(plain)

@@ -1,11 +1,20 @@
-"""Gradients whose sum does not know how many ranks there were.
+"""Gradients whose sum, and losses whose classes, do not know how many ranks there are.
 
     total = igt.distributed.GradientSum(model)
+    loss = igt.distributed.vocab_parallel_cross_entropy(logits_of_this_rank, targets)
 
 See `docs/reproducible_training.md`.
 """
 
 from isograd.distributed.gradient_sum import GradientSum
 from isograd.distributed.report import GradientReport
+from isograd.distributed.vocab_loss import vocab_parallel_cross_entropy
+from isograd.distributed.vocab_softmax import vocab_parallel_log_softmax, vocab_parallel_softmax
 
-__all__ = ["GradientReport", "GradientSum"]
+__all__ = [
+    "GradientReport",
+    "GradientSum",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_log_softmax",
+    "vocab_parallel_softmax",
+]
