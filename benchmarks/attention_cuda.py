@@ -24,13 +24,13 @@ from rich.progress import Progress
 from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from isograd.attention import triton_launch as launch
-from isograd.attention import triton_tiles as tiles
-from isograd.attention.descriptors import AttentionBackwardDescriptor
-from isograd.attention.options import AttentionOptions
 from isograd.cli.bench_cuda import environment
 from isograd.cli.files import checked_file
-from isograd.triton_launcher import Launcher
+from isograd.devices.triton_launcher import Launcher
+from isograd.flash_attention import triton_launch as launch
+from isograd.flash_attention import triton_tiles as tiles
+from isograd.flash_attention.descriptors import AttentionBackwardDescriptor
+from isograd.flash_attention.options import AttentionOptions
 
 TOKENS = 32_768
 HEADS = {64: 32, 128: 16}
@@ -136,7 +136,7 @@ def calls_of(case: Case) -> tuple[dict[str, Call], dict[str, Call]]:
     forward: dict[str, Call] = {"isograd, Triton": case.forward}
     backward: dict[str, Call] = {"isograd, Triton": case.backward}
     if torch.cuda.get_device_capability() == (9, 0):
-        from isograd.attention import gluon_launch as hopper
+        from isograd.flash_attention import gluon_launch as hopper
 
         forward["isograd, Hopper"] = lambda: hopper.forward(case.descriptor, case.arguments)
         backward["isograd, Hopper"] = lambda: hopper.backward(case.descriptor, case.arguments)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import isograd.torch as igt
 from isograd.cli.bench_cuda import environment
 from isograd.cli.files import checked_file
-from isograd.distributed import kernels
+from isograd.torch.distributed import kernels
 
 Step = Callable[[], None]
 

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 import isograd.torch as igt
-from isograd import arrays
 from isograd.cli import check
 from isograd.cli.bench_cuda import environment, medians
 from isograd.cli.files import checked_file
+from isograd.core import arrays
 from isograd.optimizers.cases import MAX_NORM, OPTIMIZERS, cases
 
 Functions = dict[str, Callable[[], Any]]

@@ -10,10 +10,10 @@ from isograd.cli.check import Runner, as_results, worst_error
 from isograd.cli.devices import DEVICES
 from isograd.cli.suites import SUITES
 from isograd.core.cases import Case, store
+from isograd.core.registry import kernels
 from isograd.errors import UnsupportedError
-from isograd.fenv import default_environment
 from isograd.losses import cross_entropy_reference
-from isograd.registry import kernels
+from isograd.runtime.fenv import default_environment
 
 LARGEST = 4000  # elements of an input
 _LIMITS = {"float16": (-24, 15), "bfloat16": (-133, 127), "float32": (-149, 127), "float64": (-1074, 1023)}

@@ -3,7 +3,7 @@
 import contextlib
 import platform
 
-from isograd import fenv
+from isograd.runtime import fenv
 
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 

@@ -3,8 +3,8 @@
 import dataclasses
 
 import isograd as ig
+from isograd.backends.numba import BACKEND
 from isograd.ops.softmax.operation import SOFTMAX
-from isograd.runtime.numba import BACKEND
 
 KERNEL = BACKEND.kernel(SOFTMAX, "isograd.ops.softmax.numba")
 

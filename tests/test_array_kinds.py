@@ -184,7 +184,7 @@ def test_arrays_by_dlpack(dtype):
 
 def test_memory_by_dlpack_is_shared_and_kept():
     torch = pytest.importorskip("torch", reason="needs torch")
-    from isograd import dlpack
+    from isograd.core import dlpack
 
     x = torch.arange(6).bfloat16()
     view = dlpack.taken(Exported(x))

@@ -18,7 +18,7 @@ from choices import thorough
 from modes import MODES, SETTINGS, X86, environment, settings
 
 import isograd as ig
-from isograd import fenv, parallel
+from isograd.runtime import fenv, parallel
 
 USUAL, OTHERS = (ml_dtypes.bfloat16, np.float32), (np.float16, np.float64)
 each_width = pytest.mark.parametrize("dtypes", [USUAL, thorough(OTHERS)], ids=["usual", "others"])

@@ -3,7 +3,7 @@
 import pytest
 
 import isograd
-from isograd import faults
+from isograd.core import faults
 
 
 def test_nothing_to_find_without_a_gpu(run_python) -> None:

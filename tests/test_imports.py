@@ -7,8 +7,14 @@ import pytest
 
 # module: what it leaves to the call that needs it
 LEFT = {
-    "isograd": ("torch", "triton", "mlx", "matplotlib"),
-    "isograd.torch": ("torch._dynamo", "torch.distributed.tensor", "triton", "transformers", "isograd.distributed"),
+    "isograd": ("numba", "torch", "triton", "mlx", "matplotlib"),
+    "isograd.torch": (
+        "torch._dynamo",
+        "torch.distributed.tensor",
+        "triton",
+        "transformers",
+        "isograd.torch.distributed",
+    ),
 }
 
 

@@ -422,7 +422,7 @@ def test_forks_while_kernels_are_compiled(run_python, tmp_path):
 
 def test_an_interrupted_compilation_leaves_no_lock(run_python, tmp_path):
     code = """
-    from isograd.numerics.numba_compile import kernel
+    from isograd.runtime.numba_compile import kernel
     from numba.core.compiler_lock import global_compiler_lock
 
     def handler(number, frame):

@@ -14,8 +14,7 @@ import numba
 import pytest
 from numba.core.codegen import JITCodeLibrary
 
-from isograd import compilation
-from isograd.numerics import numba_compile
+from isograd.runtime import compilation, numba_compile
 
 SOURCE = "def double(x):\n    return x + x\n"
 

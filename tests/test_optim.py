@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import isograd as ig
-from isograd import fenv
 from isograd.errors import InvalidProblemError, UnsupportedError
+from isograd.runtime import fenv
 
 CASES = {
     "SGD": ("SGD", {"lr": 0.1}),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import isograd as ig
-from isograd import arrays
+from isograd.core import arrays
 from isograd.ops.softmax import reference as ref
 
 DTYPES = ["float16", "bfloat16", "float32", "float64"]

@@ -8,7 +8,7 @@ import pytest
 from softmax_kernel import sku
 
 import isograd as ig
-from isograd import registry
+from isograd.core import registry
 
 DESCRIPTOR = ig.SoftmaxDescriptor((4, 6), "float32")
 

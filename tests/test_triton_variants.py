@@ -9,10 +9,11 @@ pytest.importorskip("triton", reason="needs triton")
 
 import triton_variants  # noqa: E402
 
-from isograd import registry, triton_launcher  # noqa: E402
-from isograd.losses import triton_totals  # noqa: E402
+from isograd.core import registry  # noqa: E402
+from isograd.devices import triton_launcher  # noqa: E402
 from isograd.ops.softmax import triton as softmax_kernels  # noqa: E402
 from isograd.reduction import cuda as reduction  # noqa: E402
+from isograd.rows import triton_totals  # noqa: E402
 
 SIZES = (
     *(1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 31, 32, 33, 48),

@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from isograd.triton_launcher import Launcher
+from isograd.devices.triton_launcher import Launcher
 
 _POINTER = {
     torch.float16: "*fp16",

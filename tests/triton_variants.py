@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from isograd import triton_launcher
+from isograd.devices import triton_launcher
 
 Variants = dict[str, set[Any]]
 

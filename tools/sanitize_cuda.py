@@ -14,10 +14,10 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from isograd import registry
 from isograd.cli.check import Runner
 from isograd.cli.devices import DEVICES
 from isograd.cli.suites import SUITES, cases
+from isograd.core import registry
 from isograd.core.cases import Case, normal, store
 from isograd.errors import UnsupportedError
 

@@ -13,12 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from isograd import registry
 from isograd.cli import check, training
 from isograd.cli.suites import SUITES, cases
+from isograd.core import registry
 from isograd.core.cases import Case, Suite
-from isograd.fenv import default_environment
 from isograd.optimizers import cases as optimizers
+from isograd.runtime.fenv import default_environment
 
 TARGET = Path(__file__).parent.parent / "src" / "isograd" / "cli" / "digests.json"
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from isograd import arrays, encoder
+from isograd.core import arrays, encoder
 from isograd.elementwise.api import Approximate
 from isograd.errors import UnsupportedError
 from isograd.reduction.axes import Axes

@@ -23,12 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd.errors import InvalidProblemError
-from isograd.fenv import default_environment
 from isograd.numerics.reference import narrow, widen, work_dtype
 from isograd.numerics.storage import require_array
 from isograd.optimizers import numbers as of_step
 from isograd.optimizers import reference
 from isograd.optimizers.numbers import Update
+from isograd.runtime.fenv import default_environment
 
 Array = NDArray[Any]
 Parameters = Mapping[str, Array] | Iterable[Array]

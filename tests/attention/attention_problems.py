@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 import isograd as ig
-from isograd import arrays
-from isograd.attention import reference
-from isograd.attention.options import AttentionOptions
-from isograd.attention.reference import Inputs
+from isograd.core import arrays
+from isograd.flash_attention import reference
+from isograd.flash_attention.options import AttentionOptions
+from isograd.flash_attention.reference import Inputs
 
 LENGTHS = (1, 2, 63, 64, 65, 113, 127, 128, 200, 255, 512, 1024, 2048)
 DIMS = (16, 40, 64, 72, 96, 128, 192, 256)

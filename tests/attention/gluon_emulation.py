@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from isograd.attention import gluon_backward, gluon_forward, gluon_steps
+from isograd.flash_attention import gluon_backward, gluon_forward, gluon_steps
 
 BFLOAT16, FLOAT16, FLOAT32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))
 _PATIENCE = 20.0  # seconds until a wait counts as a deadlock

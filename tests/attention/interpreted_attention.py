@@ -21,15 +21,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from choices import around, few, through
 from interpreter_patches import report
 
-from isograd import faults as fault_flags
-from isograd.attention import bounds, reference
-from isograd.attention import triton_launch as launch
-from isograd.attention import triton_problem as problem
-from isograd.attention import triton_rows_launch as rows_launch
-from isograd.attention import triton_tiles as tiles
-from isograd.attention.descriptors import AttentionBackwardDescriptor, AttentionDeltaDescriptor
-from isograd.attention.options import AttentionOptions
-from isograd.attention.reference import Inputs
+from isograd.core import faults as fault_flags
+from isograd.flash_attention import bounds, reference
+from isograd.flash_attention import triton_launch as launch
+from isograd.flash_attention import triton_problem as problem
+from isograd.flash_attention import triton_rows_launch as rows_launch
+from isograd.flash_attention import triton_tiles as tiles
+from isograd.flash_attention.descriptors import AttentionBackwardDescriptor, AttentionDeltaDescriptor
+from isograd.flash_attention.options import AttentionOptions
+from isograd.flash_attention.reference import Inputs
 
 NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 DTYPES = tuple(NUMPY)

@@ -6,7 +6,7 @@ import pytest
 from attention_problems import FLAVOURS, HEADS, make, run, stored
 
 import isograd as ig
-from isograd.attention import numba_product
+from isograd.flash_attention import numba_product
 from isograd.numerics.numba_memory import pointer
 
 

@@ -17,11 +17,11 @@ import gluon_emulation as emulation  # noqa: E402
 from choices import exhaustive  # noqa: E402
 from triton_targets import kernels_of, resources  # noqa: E402
 
-from isograd import registry  # noqa: E402
-from isograd.attention import bounds, reference  # noqa: E402
-from isograd.attention import gluon_launch as launch  # noqa: E402
-from isograd.attention.descriptors import AttentionBackwardDescriptor  # noqa: E402
-from isograd.attention.options import AttentionOptions  # noqa: E402
+from isograd.core import registry  # noqa: E402
+from isograd.flash_attention import bounds, reference  # noqa: E402
+from isograd.flash_attention import gluon_launch as launch  # noqa: E402
+from isograd.flash_attention.descriptors import AttentionBackwardDescriptor  # noqa: E402
+from isograd.flash_attention.options import AttentionOptions  # noqa: E402
 
 CAUSAL, FULL = AttentionOptions(causal=True), AttentionOptions()
 UPPER_LEFT = AttentionOptions(causal=True, alignment="upper_left", scale=0.2)

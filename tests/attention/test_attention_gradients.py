@@ -7,7 +7,7 @@ from attention_problems import FLAVOURS, bounds, exact, exact_backward, make, ru
 from choices import thinned
 
 import isograd as ig
-from isograd.attention import reference
+from isograd.flash_attention import reference
 
 
 def total(p, arrays, names):

@@ -6,10 +6,10 @@ import torch
 from attention_problems import make, run
 
 import isograd as ig
-from isograd import registry
-from isograd.attention import reference
-from isograd.attention.bounds import error_bound
-from isograd.attention.options import AttentionOptions
+from isograd.core import registry
+from isograd.flash_attention import reference
+from isograd.flash_attention.bounds import error_bound
+from isograd.flash_attention.options import AttentionOptions
 
 
 def arrays(*shapes, seed=0, dtype=np.float32):

@@ -13,12 +13,12 @@ import triton_targets  # noqa: E402
 from choices import alongside, exhaustive, quick_first, thinned  # noqa: E402
 from triton_targets import TARGETS, resources  # noqa: E402
 
-from isograd.attention import triton_launch as launch  # noqa: E402
-from isograd.attention import triton_problem as problem  # noqa: E402
-from isograd.attention import triton_rows_launch as rows_launch  # noqa: E402
-from isograd.attention import triton_tiles as tiles  # noqa: E402
-from isograd.attention.descriptors import AttentionBackwardDescriptor, AttentionDeltaDescriptor  # noqa: E402
-from isograd.attention.options import AttentionOptions  # noqa: E402
+from isograd.flash_attention import triton_launch as launch  # noqa: E402
+from isograd.flash_attention import triton_problem as problem  # noqa: E402
+from isograd.flash_attention import triton_rows_launch as rows_launch  # noqa: E402
+from isograd.flash_attention import triton_tiles as tiles  # noqa: E402
+from isograd.flash_attention.descriptors import AttentionBackwardDescriptor, AttentionDeltaDescriptor  # noqa: E402
+from isograd.flash_attention.options import AttentionOptions  # noqa: E402
 from isograd.reduction import cuda as reduction  # noqa: E402
 
 SCRIPT = Path(__file__).parent / "interpreted_attention.py"

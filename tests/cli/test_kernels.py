@@ -13,7 +13,7 @@ import isograd as ig
 from isograd.cli import progress
 from isograd.cli.progress import Activity, message_console
 from isograd.cli.suites import SUITES
-from isograd.numerics.numba_compile import kernel as compiled
+from isograd.runtime.numba_compile import kernel as compiled
 
 
 def test_every_operation_has_a_line(cli):

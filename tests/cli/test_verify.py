@@ -8,10 +8,11 @@ import pytest
 from softmax_kernel import NumbaSoftmax
 
 import isograd as ig
-from isograd import parallel, registry
 from isograd.cli import check, devices, suites
 from isograd.cli.devices import DEVICES
+from isograd.core import registry
 from isograd.gather.plans import COPIES
+from isograd.runtime import parallel
 
 ONE = ("--operation", "softmax", "--dtype", "float32")
 SOME = ("softmax_backward", "cross_entropy", "index_sum", "moe_combine")  # one of each family that sums

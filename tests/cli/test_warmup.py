@@ -4,8 +4,8 @@ import multiprocessing
 
 import pytest
 
-from isograd import compilation, parallel
 from isograd.cli import ahead, suites
+from isograd.runtime import compilation, parallel
 
 ONE = ("--operation", "index_select", "--dtype", "float32")
 

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gradients import DTYPES, SETTINGS, as_torch, gradient, totals
 from interpreter_patches import report
 
-from isograd import arrays
-from isograd.distributed import reference, triton_launch
+from isograd.core import arrays
+from isograd.torch.distributed import reference, triton_launch
 
 
 def accumulated() -> Iterator[tuple[str, bool]]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import isograd.torch as igt
-from isograd.distributed import reference
+from isograd.torch.distributed import reference
 
 GradientSum = igt.distributed.GradientSum
 

@@ -10,9 +10,9 @@ from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import isograd.torch as igt  # noqa: E402
-from isograd import arrays  # noqa: E402
-from isograd.distributed import buckets, reference  # noqa: E402
+from isograd.core import arrays  # noqa: E402
 from isograd.errors import InvalidProblemError, StepError, UnsupportedError  # noqa: E402
+from isograd.torch.distributed import buckets, reference  # noqa: E402
 
 GradientSum = igt.distributed.GradientSum
 Backward = Callable[[nn.Module, int], None]

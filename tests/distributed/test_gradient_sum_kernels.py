@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gradients import DTYPES, SETTINGS, as_torch, gradient, totals  # noqa: E402
 
 import isograd  # noqa: E402
-from isograd import arrays  # noqa: E402
-from isograd.distributed import kernels, reference  # noqa: E402
+from isograd.core import arrays  # noqa: E402
+from isograd.torch.distributed import kernels, reference  # noqa: E402
 
 SCRIPT = Path(__file__).parent / "interpreted_sums.py"
 
@@ -85,7 +85,7 @@ def test_compiles_for_gpus(target: str) -> None:
     pytest.importorskip("triton", reason="needs triton")
     import triton_targets
 
-    from isograd.distributed import triton_launch
+    from isograd.torch.distributed import triton_launch
 
     total, peaks, header = (torch.zeros(n, dtype=torch.int64) for n in (5000, 4, 3))
     for name in DTYPES:
@@ -107,7 +107,7 @@ def test_sizes_of_parameters_compile_few_kernels() -> None:
     pytest.importorskip("triton", reason="needs triton")
     import triton_variants
 
-    from isograd.distributed import triton_launch
+    from isograd.torch.distributed import triton_launch
 
     total, peaks, header = (torch.zeros(n, dtype=torch.int64) for n in (1 << 16, 4, 3))
     with triton_variants.watched() as variants:

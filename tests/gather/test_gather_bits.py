@@ -7,11 +7,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import isograd as ig
-from isograd import arrays, parallel
+from isograd.core import arrays
 from isograd.gather import cpu
 from isograd.gather import reference as ref
 from isograd.numerics import reference as numerics
 from isograd.numerics.numba_memory import BLOCK, LANES
+from isograd.runtime import parallel
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 INDEX_DTYPES = ["int64", "int32", "uint32"]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import isograd as ig
-from isograd import arrays
 from isograd.cli.check import worst_error
+from isograd.core import arrays
 from isograd.gather import bounds
 from isograd.gather import reference as ref
 

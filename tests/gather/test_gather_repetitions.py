@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import isograd as ig
-from isograd import parallel
+from isograd.runtime import parallel
 
 COUNT, ROWS, WIDTH = 1200, 40, 48
 

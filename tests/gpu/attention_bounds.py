@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from isograd.attention import bounds, reference
-from isograd.attention.options import AttentionOptions
+from isograd.flash_attention import bounds, reference
+from isograd.flash_attention.options import AttentionOptions
 
 # With one visible key dS is 0, with two little is left of dP - D, whose D is made from the rounded o; a plain
 # computation takes D from the same dP. There the promised bound has to hold, and not FlashAttention's rule.

@@ -12,10 +12,10 @@ if not torch.cuda.is_available():
 
 from attention_bounds import FEW_KEYS, check_bound  # noqa: E402
 
-from isograd.attention import reference  # noqa: E402
-from isograd.attention import triton_launch as launch  # noqa: E402
-from isograd.attention.descriptors import AttentionBackwardDescriptor, AttentionDeltaDescriptor  # noqa: E402
-from isograd.attention.options import AttentionOptions  # noqa: E402
+from isograd.flash_attention import reference  # noqa: E402
+from isograd.flash_attention import triton_launch as launch  # noqa: E402
+from isograd.flash_attention.descriptors import AttentionBackwardDescriptor, AttentionDeltaDescriptor  # noqa: E402
+from isograd.flash_attention.options import AttentionOptions  # noqa: E402
 
 PLAIN = AttentionOptions()
 NAMES = ("o", "dq", "dk", "dv")

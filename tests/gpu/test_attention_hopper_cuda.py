@@ -15,10 +15,10 @@ from attention_bounds import FEW_KEYS, check_bound  # noqa: E402
 
 import isograd  # noqa: E402
 import isograd.torch as igt  # noqa: E402
-from isograd.attention import reference  # noqa: E402
-from isograd.attention.descriptors import AttentionBackwardDescriptor, AttentionDescriptor  # noqa: E402
-from isograd.attention.options import AttentionOptions  # noqa: E402
-from isograd.attention.plans import AttentionBackwardPlan, AttentionPlan  # noqa: E402
+from isograd.flash_attention import reference  # noqa: E402
+from isograd.flash_attention.descriptors import AttentionBackwardDescriptor, AttentionDescriptor  # noqa: E402
+from isograd.flash_attention.options import AttentionOptions  # noqa: E402
+from isograd.flash_attention.plans import AttentionBackwardPlan, AttentionPlan  # noqa: E402
 
 CAUSAL, FULL = AttentionOptions(causal=True), AttentionOptions()
 OPTIONS = {"full": FULL, "causal": CAUSAL, "upper left": AttentionOptions(causal=True, alignment="upper_left")}

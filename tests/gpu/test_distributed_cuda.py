@@ -18,9 +18,9 @@ from pool import Ranks  # noqa: E402
 from torch import nn  # noqa: E402
 
 import isograd.torch as igt  # noqa: E402
-from isograd import arrays  # noqa: E402
-from isograd.distributed import kernels, reference  # noqa: E402
+from isograd.core import arrays  # noqa: E402
 from isograd.errors import StepError, UnsupportedError  # noqa: E402
+from isograd.torch.distributed import kernels, reference  # noqa: E402
 
 GradientSum = igt.distributed.GradientSum
 SIZES = (1, 5, 2048, 4099, 1_000_003)

@@ -193,8 +193,8 @@ def test_rows_of_more_than_two_to_the_17() -> None:
 
 
 def test_seeds_and_temperatures_that_vary_compile_nothing_anew() -> None:
+    from isograd.devices.triton_launcher import unspecialized
     from isograd.ops.gumbel_softmax.triton import gumbel_softmax_rows
-    from isograd.triton_launcher import unspecialized
 
     kernel = unspecialized(gumbel_softmax_rows, ("inner",))
     x = torch.randn(64, 1000, device="cuda")

@@ -16,8 +16,8 @@ sys.path.append(str(Path(__file__).parents[1] / "router"))
 import router_problems as problems  # noqa: E402
 
 import isograd as ig  # noqa: E402
-from isograd.arrays import numpy_dtype  # noqa: E402
 from isograd.cli.suites.router import SUITES  # noqa: E402
+from isograd.core.arrays import numpy_dtype  # noqa: E402
 from isograd.core.cases import Case  # noqa: E402
 from isograd.router import reference  # noqa: E402
 from isograd.router import triton_launch as launch  # noqa: E402

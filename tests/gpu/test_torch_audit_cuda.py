@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import isograd.torch as igt
-from isograd import cuda as cuda_kernels
 from isograd import trace_file
+from isograd.devices import cuda as cuda_kernels
 from isograd.torch.audit_classes import Class
 
 if (_missing := cuda_kernels.unavailable()) is not None:

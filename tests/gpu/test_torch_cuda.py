@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 import isograd as ig
 import isograd.torch as igt
 from isograd import DeviceMismatchError, InvalidProblemError, RecordingError, UnsupportedError
-from isograd import cuda as cuda_kernels
+from isograd.devices import cuda as cuda_kernels
 from isograd.ops.softmax import torch as family
 
 if (_missing := cuda_kernels.unavailable()) is not None:

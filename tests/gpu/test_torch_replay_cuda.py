@@ -10,7 +10,7 @@ from test_torch_families_cuda import CALLS, DTYPES, inputs, results_and_gradient
 
 import isograd as ig
 import isograd.torch as igt
-from isograd import cuda as cuda_kernels
+from isograd.devices import cuda as cuda_kernels
 from isograd.torch import replay
 
 if (_missing := cuda_kernels.unavailable()) is not None:
@@ -234,7 +234,7 @@ def test_threads_that_record_at_once_leave_no_mode_and_the_bits_of_the_call():
 
 
 def test_a_bad_index_is_found_after_a_first_call_in_inference_mode(monkeypatch):
-    from isograd import faults
+    from isograd.core import faults
 
     monkeypatch.setattr(faults, "_flags", {})
     with torch.inference_mode():

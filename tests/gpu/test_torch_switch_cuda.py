@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import isograd as ig
 import isograd.torch as igt
-from isograd import cuda as cuda_kernels
+from isograd.devices import cuda as cuda_kernels
 
 if (_missing := cuda_kernels.unavailable()) is not None:
     pytest.skip(f"needs a GPU: {_missing}", allow_module_level=True)

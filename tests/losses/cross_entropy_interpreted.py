@@ -25,10 +25,11 @@ from cross_entropy_problems import NUMPY, Problem, by_definition, problem, raw, 
 from interpreter_patches import report
 
 import isograd as ig
-from isograd.losses import cross_entropy_cuda, linear_bounds, linear_reference, linear_torch, triton_totals
+from isograd.losses import cross_entropy_cuda, linear_bounds, linear_reference, linear_torch
 from isograd.losses import cross_entropy_reference as reference
 from isograd.losses.linear_torch import Pieces
 from isograd.losses.triton_cross_entropy_launch import cross_entropy, cross_entropy_backward_in_part
+from isograd.rows import triton_totals
 from isograd.rows.triton_configuration import Configuration
 
 INTEGER = {"float16": np.int16, "bfloat16": np.int16, "float32": np.int32, "float64": np.int64}

@@ -7,10 +7,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import isograd as ig
-from isograd import parallel
 from isograd.losses import cross_entropy_reference as reference
 from isograd.numerics import constants as c
 from isograd.numerics.numba_memory import BLOCK, LANES
+from isograd.runtime import parallel
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in cast:RuntimeWarning")
 each_dtype = pytest.mark.parametrize("dtype", NUMPY)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from emulator import BARRIER, Library, library
 
-from isograd import metal
+from isograd.devices import metal
 
 _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 

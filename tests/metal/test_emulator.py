@@ -8,7 +8,7 @@ import pytest
 from choices import first_only
 from emulator import BARRIER, SCHEDULES, EmulatorError, Library, library, needs_compiler, without_barrier
 
-from isograd import metal
+from isograd.devices import metal
 from isograd.ops.softmax import reference
 
 pytestmark = needs_compiler

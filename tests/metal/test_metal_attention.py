@@ -12,12 +12,16 @@ from emulated import needed_barriers, run
 from emulator import FLUSHES, SCHEDULES, EmulatorError, Library, needs_compiler, without_barrier
 from problems import DTYPES, array, same_bits, stored, tensor
 
-from isograd import metal
-from isograd.attention import reference
-from isograd.attention.descriptors import AttentionBackwardDescriptor, AttentionDeltaDescriptor, AttentionDescriptor
-from isograd.attention.metal import MetalAttention
-from isograd.attention.options import AttentionOptions
 from isograd.cli.suites import SUITES, cases
+from isograd.devices import metal
+from isograd.flash_attention import reference
+from isograd.flash_attention.descriptors import (
+    AttentionBackwardDescriptor,
+    AttentionDeltaDescriptor,
+    AttentionDescriptor,
+)
+from isograd.flash_attention.metal import MetalAttention
+from isograd.flash_attention.options import AttentionOptions
 
 pytestmark = needs_compiler
 KERNEL = MetalAttention()
@@ -140,7 +144,7 @@ def test_strided_arrays_and_groups_that_serve_several_tiles(compiled: Library, m
     """Arrays in the layout [B, L, H, D], every other column."""
     a, fields = _problem((2, 2, 1, 40, 50, 40, 24, True), "bfloat16")
     expected = _forward(a, fields, 0, compiled)
-    monkeypatch.setattr("isograd.metal.MOST_GROUPS", 2)
+    monkeypatch.setattr("isograd.devices.metal.MOST_GROUPS", 2)
 
     def turned(x: Any) -> torch.Tensor:
         wide = tensor(np.repeat(x.transpose(0, 2, 1, 3), 2, -1))

@@ -10,8 +10,8 @@ from emulator import FLUSHES, SCHEDULES, EmulatorError, Library, needs_compiler,
 from problems import DTYPES, array, same_bits, stored, tensor
 
 import isograd
-from isograd import metal
 from isograd.cli.suites.gather import SUITES
+from isograd.devices import metal
 from isograd.errors import IndexOutOfRangeError
 from isograd.gather import reference
 from isograd.gather.metal import OPERATIONS, MetalGather

@@ -11,15 +11,16 @@ from emulator import FLUSHES, library, needs_compiler
 from problems import array, same_bits, tensor
 
 import isograd
-from isograd import arrays, metal, registry
 from isograd.cli.check import published, verify_kernel
 from isograd.cli.devices import DEVICES, Device
 from isograd.cli.suites import cases
 from isograd.cli.verify import as_dict
+from isograd.core import arrays, registry
+from isograd.core.plan import Plan
+from isograd.devices import metal
 from isograd.errors import InvalidProblemError, UnsupportedError
 from isograd.gather.metal import MetalGather
 from isograd.ops.softmax import reference
-from isograd.plan import Plan
 
 METAL = [entry for entry in registry.kernels() if entry.device == "mps"]
 SOFTMAX = next(entry.kernel for entry in METAL if entry.operation == "softmax")

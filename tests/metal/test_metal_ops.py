@@ -8,7 +8,7 @@ import pytest
 from emulator import FLUSHES, library, needs_compiler
 from problems import BFLOAT16
 
-from isograd import metal
+from isograd.devices import metal
 from isograd.numerics import constants as c
 from isograd.numerics import reference as ref
 

@@ -10,10 +10,10 @@ from emulator import FLUSHES, SCHEDULES, EmulatorError, Library, needs_compiler,
 from problems import DTYPES, array, same_bits, stored, tensor
 
 import isograd
-from isograd import metal
-from isograd.arrays import numpy_dtype
 from isograd.cli.suites.router import SUITES
+from isograd.core.arrays import numpy_dtype
 from isograd.core.cases import Case
+from isograd.devices import metal
 from isograd.errors import IndexOutOfRangeError, UnsupportedError
 from isograd.router import reference
 from isograd.router.descriptors import MoeRouterDescriptor
@@ -94,14 +94,14 @@ def _right(operation: str, seed: int, compiled: Library | None = None) -> bool:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_strided_logits_and_groups_that_serve_several_tokens(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isograd.metal.MOST_GROUPS", 2)
+    monkeypatch.setattr("isograd.devices.metal.MOST_GROUPS", 2)
     assert all(_right(operation, seed) for seed in SCHEDULES)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("which", needed_barriers("router"))
 def test_a_removed_barrier_is_found(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isograd.metal.MOST_GROUPS", 2)
+    monkeypatch.setattr("isograd.devices.metal.MOST_GROUPS", 2)
     compiled = Library(without_barrier(metal.source("router"), which), ("-O0",))
 
     def right(operation: str, seed: int) -> bool:

@@ -9,8 +9,8 @@ from emulated import run
 from emulator import FLUSHES, SCHEDULES, needs_compiler
 from problems import DTYPES, array, same_bits, stored, tensor
 
-from isograd import registry
 from isograd.cli.suites import SUITES as ALL
+from isograd.core import registry
 from isograd.ops import OPERATIONS
 from isograd.ops.softmax import reference
 
@@ -89,7 +89,7 @@ def test_more_rows_than_a_16_bit_number_counts(operation: str) -> None:
 @pytest.mark.parametrize("operation", SUITES)
 def test_groups_that_serve_several_rows(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As they do where there are more rows than a launch has groups."""
-    monkeypatch.setattr("isograd.metal.MOST_GROUPS", 2)
+    monkeypatch.setattr("isograd.devices.metal.MOST_GROUPS", 2)
     given = _inputs(operation, (7, 300), "float32", 3)
     expected = getattr(reference, operation)(**given)
     for seed in SCHEDULES:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from isograd import metal
+from isograd.devices import metal
 
 PACKAGE = Path(metal.__file__).parent
 FAMILIES = sorted(path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("metal_kernels.metal"))

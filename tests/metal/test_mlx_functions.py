@@ -11,8 +11,8 @@ mx = pytest.importorskip("mlx.core", reason="needs mlx")
 
 import isograd  # noqa: E402
 import isograd.mlx as igm  # noqa: E402
+from isograd.devices.mlx_kernel import _from_numpy, _to_numpy  # noqa: E402
 from isograd.errors import IndexOutOfRangeError, InvalidProblemError, UnsupportedError  # noqa: E402
-from isograd.mlx_kernel import _from_numpy, _to_numpy  # noqa: E402
 
 RNG = np.random.default_rng(1)
 X = RNG.standard_normal((4, 30))

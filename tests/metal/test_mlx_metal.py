@@ -10,14 +10,15 @@ from problems import BFLOAT16, DTYPES, same_bits, stored
 
 mx = pytest.importorskip("mlx.core", reason="needs mlx")
 
-from isograd import metal, registry  # noqa: E402
-from isograd.arrays import numpy_dtype as _numpy  # noqa: E402
-from isograd.attention.descriptors import AttentionBackwardDescriptor, AttentionDescriptor  # noqa: E402
-from isograd.attention.metal import MetalAttention  # noqa: E402
-from isograd.attention.options import AttentionOptions  # noqa: E402
 from isograd.cli.suites import SUITES, cases  # noqa: E402
+from isograd.core import registry  # noqa: E402
+from isograd.core.arrays import numpy_dtype as _numpy  # noqa: E402
+from isograd.devices import metal  # noqa: E402
+from isograd.devices.mlx_kernel import MetalKernel, dtype_name  # noqa: E402
+from isograd.flash_attention.descriptors import AttentionBackwardDescriptor, AttentionDescriptor  # noqa: E402
+from isograd.flash_attention.metal import MetalAttention  # noqa: E402
+from isograd.flash_attention.options import AttentionOptions  # noqa: E402
 from isograd.gather.plans import TakeAlongAxisBackwardDescriptor, TakeAlongAxisDescriptor  # noqa: E402
-from isograd.mlx_kernel import MetalKernel, dtype_name  # noqa: E402
 from isograd.ops.softmax.operation import SoftmaxDescriptor  # noqa: E402
 from isograd.router.descriptors import MoeRouterDescriptor  # noqa: E402
 
@@ -30,7 +31,7 @@ OPERATIONS = [operation for operation in _ALL if operation not in BOUNDED]
 @pytest.fixture(autouse=True)
 def apple(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which MLX could run Metal kernels."""
-    monkeypatch.setattr("isograd.mlx_kernel.metal_unavailable", lambda: None)
+    monkeypatch.setattr("isograd.devices.mlx_kernel.metal_unavailable", lambda: None)
 
 
 def _mlx(array: np.ndarray[Any, Any]) -> Any:

@@ -10,8 +10,8 @@ import pytest
 from isograd.elementwise import numba_activations as activations
 from isograd.numerics import numba_ops as ops
 from isograd.numerics import numba_storage as storage
-from isograd.numerics.numba_compile import kernel
 from isograd.numerics.numba_ops import as_float, as_int
+from isograd.runtime.numba_compile import kernel
 
 MAX_ULP = 1.05
 CHUNK = 1 << 22

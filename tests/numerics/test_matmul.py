@@ -10,11 +10,11 @@ import threadpoolctl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isograd import fenv
 from isograd.errors import InvalidProblemError, UnsupportedError
 from isograd.numerics import matmul as module
 from isograd.numerics.matmul import matmul, matmul_error_bound
 from isograd.numerics.reference import narrow
+from isograd.runtime import fenv
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 EXPONENTS = {"float16": (-20, 6), "bfloat16": (-60, 50), "float32": (-60, 55), "float64": (-480, 480)}

@@ -15,7 +15,7 @@ from isograd.numerics import constants as c
 from isograd.numerics import numba_ops as ops
 from isograd.numerics import numba_storage as storage
 from isograd.numerics import reference as ref
-from isograd.numerics.numba_compile import kernel
+from isograd.runtime.numba_compile import kernel
 
 FLOATS = [np.float32, np.float64]
 MAX_ULP = 1.05

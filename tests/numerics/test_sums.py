@@ -12,8 +12,8 @@ from isograd.numerics import numba_ops as ops
 from isograd.numerics import numba_sum as sums
 from isograd.numerics import numba_wide as wide
 from isograd.numerics import reference as ref
-from isograd.numerics.numba_compile import kernel
 from isograd.rows.reference import rounded_pair
+from isograd.runtime.numba_compile import kernel
 
 FLOATS = [np.float32, np.float64]
 SHIFT = {np.float32: c.LIMB_SHIFT_32, np.float64: c.LIMB_SHIFT_64}

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isograd import fenv, parallel
 from isograd.errors import InvalidProblemError, UnsupportedError
 from isograd.reduction import api, reference
+from isograd.runtime import fenv, parallel
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 

@@ -23,8 +23,8 @@ from choices import few
 from interpreter_patches import report
 
 from isograd import IndexOutOfRangeError, check
-from isograd.arrays import numpy_dtype
 from isograd.cli.suites.router import SUITES
+from isograd.core.arrays import numpy_dtype
 from isograd.core.cases import Case
 from isograd.router import loss_descriptors as d
 from isograd.router import triton_kernels

@@ -3,8 +3,8 @@
 import ml_dtypes
 import numpy as np
 
-from isograd import arrays
 from isograd.cli.suites.router import SUITES
+from isograd.core import arrays
 from isograd.core.cases import Case
 from isograd.router import descriptors, reference
 

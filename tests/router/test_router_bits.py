@@ -19,13 +19,13 @@ from router_problems import (
 )
 
 import isograd as ig
-from isograd import parallel
 from isograd.cli.suites.router import SUITES
 from isograd.core.cases import Case
 from isograd.numerics.numba_memory import LANES
 from isograd.numerics.numba_sum import PARTIAL
 from isograd.router import reference
 from isograd.router.numba_select import INSERTED
+from isograd.runtime import parallel
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in cast:RuntimeWarning")
 relaxed = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -6,9 +6,9 @@ import pytest
 from router_problems import DTYPES, EACH, dtypes_of, plan_of, raw, run, values
 
 import isograd as ig
-from isograd import arrays
 from isograd.cli.check import worst_error
 from isograd.cli.suites.router import SUITES
+from isograd.core import arrays
 from isograd.core.cases import Case
 from isograd.router import bounds, oracle, reference
 

@@ -7,12 +7,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import isograd as ig
-from isograd import parallel
-from isograd.layout import plan_walk
 from isograd.numerics import constants as c
 from isograd.numerics import reference as numerics
 from isograd.numerics.numba_memory import BLOCK, LANES
 from isograd.ops.softmax import reference as ref
+from isograd.runtime import parallel
+from isograd.runtime.layout import plan_walk
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 FORWARD = ["softmax", "log_softmax"]

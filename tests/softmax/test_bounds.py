@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import isograd as ig
-from isograd import arrays, ops
+from isograd import ops
+from isograd.core import arrays
 from isograd.numerics import reference as numerics
 from isograd.numerics.bounds import ulp
 from isograd.ops.softmax import reference as ref

@@ -6,7 +6,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 import isograd as ig
-from isograd import arrays
+from isograd.core import arrays
 
 SHAPE = (4, 6)
 

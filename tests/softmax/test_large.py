@@ -5,10 +5,10 @@ import pytest
 from ml_dtypes import bfloat16
 
 import isograd as ig
-from isograd import parallel
-from isograd.layout import plan_walk
-from isograd.numerics.numba_compile import kernel
 from isograd.numerics.numba_memory import row_offset
+from isograd.runtime import parallel
+from isograd.runtime.layout import plan_walk
+from isograd.runtime.numba_compile import kernel
 
 FAR = (1 << 31) + 7
 OPERATIONS = ["softmax", "log_softmax", "softmax_backward", "log_softmax_backward"]

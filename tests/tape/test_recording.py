@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import isograd as ig
 import isograd.tape as tp
-from isograd import fenv
 from isograd.errors import IndexOutOfRangeError, InvalidProblemError, UnsupportedError
 from isograd.numerics import matmul as product
+from isograd.runtime import fenv
 from isograd.tape import Tape, Variable
 
 F32 = np.float32

@@ -8,7 +8,7 @@ pytest.importorskip("torch.testing._internal.common_methods_invocations", reason
 from torch.testing._internal.common_methods_invocations import op_db
 
 import isograd as ig
-from isograd import arrays
+from isograd.core import arrays
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

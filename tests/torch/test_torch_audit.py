@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 import isograd as ig
 import isograd.torch as igt
-from isograd import blocks, launches
-from isograd.torch import audit_table, auditing, modes, module_calls, unseen
+from isograd.runtime import blocks, launches, modes
+from isograd.torch import audit_table, auditing, module_calls, unseen
 from isograd.torch.audit_classes import BATCH, MACHINE, RANKS, RUN, Class
 
 pytestmark = pytest.mark.usefixtures("one_thread")

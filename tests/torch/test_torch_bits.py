@@ -12,7 +12,8 @@ from softmax_kernel import sku
 
 import isograd as ig
 import isograd.torch as igt
-from isograd import arrays, cuda
+from isograd.core import arrays
+from isograd.devices import cuda
 from isograd.errors import (
     BufferTooSmallError,
     DeviceMismatchError,

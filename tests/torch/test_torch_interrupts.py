@@ -12,8 +12,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 import isograd as ig
 import isograd.torch as igt
-from isograd import blocks, encoder
-from isograd.torch import guard, modes, switch
+from isograd.core import encoder, guard
+from isograd.runtime import blocks, modes
+from isograd.torch import switch
 
 FILES = (__file__, blocks.__file__, modes.__file__, switch.__file__, guard.__file__, encoder.__file__)
 X = torch.zeros(2, 3)

@@ -14,7 +14,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 import isograd as ig
 import isograd.torch as igt
-from isograd import arrays
+from isograd.core import arrays
 from isograd.ops.softmax import bounds, reference
 
 CALLS = {

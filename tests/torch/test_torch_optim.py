@@ -12,13 +12,14 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 import isograd as ig  # noqa: E402
 import isograd.torch as igt  # noqa: E402
-from isograd import arrays, fenv  # noqa: E402
 from isograd.cli import check  # noqa: E402
+from isograd.core import arrays  # noqa: E402
 from isograd.errors import InvalidProblemError, UnsupportedError  # noqa: E402
 from isograd.numerics.reference import narrow, widen  # noqa: E402
 from isograd.optimizers import reference  # noqa: E402
 from isograd.optimizers.cases import MAX_NORM, OPTIMIZERS, cases  # noqa: E402
 from isograd.optimizers.numbers import numbers, power, rates  # noqa: E402
+from isograd.runtime import fenv  # noqa: E402
 
 CASES = {
     "AdamW": ("AdamW", {"lr": 0.01}),

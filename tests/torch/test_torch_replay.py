@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 from steps import at_step, interrupt  # noqa: E402
 
-from isograd import blocks, launches  # noqa: E402
+from isograd.runtime import blocks, launches  # noqa: E402
 from isograd.torch import replay  # noqa: E402
 
 modes = torch.utils._python_dispatch

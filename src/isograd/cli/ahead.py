@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from typing import NamedTuple
 
-from isograd import parallel, registry
 from isograd.cli.check import Runner
 from isograd.cli.devices import DEVICES
 from isograd.cli.suites import SUITES, cases
+from isograd.core import registry
 from isograd.errors import UnsupportedError
+from isograd.runtime import parallel
 
 
 class Problem(NamedTuple):

@@ -25,7 +25,7 @@ from isograd.cli.progress import (
     output_console,
     until_interrupted,
 )
-from isograd.cuda import unavailable
+from isograd.devices.cuda import unavailable
 from isograd.errors import UnsupportedError
 
 _COLOURS = {"isograd": "#2f6db3", "torch": "#e07b39", "NumPy": "#8a8a8a"}

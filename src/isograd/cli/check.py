@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from isograd import parallel
-from isograd.arrays import numpy_dtype
 from isograd.cli.devices import DEVICES, Device
 from isograd.cli.suites import SUITES
+from isograd.core.arrays import numpy_dtype
 from isograd.core.cases import Array, Arrays, Case, Change, Suite
+from isograd.core.descriptor import PrecisionGuarantee
+from isograd.core.registry import Entry
 from isograd.errors import UnsupportedError
-from isograd.fenv import default_environment
-from isograd.plan import PrecisionGuarantee
-from isograd.registry import Entry
+from isograd.runtime import parallel
+from isograd.runtime.fenv import default_environment
 
 # What must not change a bit, and the promise of a plan that says so.
 INVARIANCES = {

@@ -35,13 +35,13 @@ def _strides(array: Array) -> tuple[int, ...]:
 
 
 def _cuda_available() -> bool:
-    from isograd.cuda import unavailable
+    from isograd.devices.cuda import unavailable
 
     return unavailable() is None
 
 
 def _mps_available() -> bool:
-    from isograd.metal import unavailable
+    from isograd.devices.metal import unavailable
 
     return unavailable() is None
 

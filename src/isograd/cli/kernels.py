@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from isograd import registry
 from isograd.cli.options import TYPES, Operations, Types, require_accepted
 from isograd.cli.progress import output_console
 from isograd.cli.suites import SUITES
+from isograd.core import registry
+from isograd.core.descriptor import Descriptor, KernelSku
 from isograd.errors import UnsupportedError
-from isograd.fenv import default_environment
-from isograd.plan import Descriptor, KernelSku
+from isograd.runtime.fenv import default_environment
 
 DEVICES = ("cpu", "cuda", "mps", "mlx")
 _WIDTH = 80

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import isograd
-from isograd import parallel
 from isograd.numerics import random
+from isograd.runtime import parallel
 
 Array = NDArray[Any]
 Call = Callable[[], Any]

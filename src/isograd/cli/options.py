@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from isograd.cli.suites import SUITES
+from isograd.core.checks import DTYPES, INDEX_DTYPES
 from isograd.errors import InvalidProblemError
-from isograd.plan import DTYPES, INDEX_DTYPES
 
 TYPES = (*DTYPES, *INDEX_DTYPES)
 

@@ -19,8 +19,8 @@ from isograd import optim
 from isograd.cli import models
 from isograd.cli.models import Floats, Weights
 from isograd.cli.progress import optional
-from isograd.fenv import default_environment
 from isograd.numerics import random
+from isograd.runtime.fenv import default_environment
 
 EPOCHS = 40
 SEED = 0

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from isograd import parallel
 from isograd.cli import ahead
 from isograd.cli.devices import DEVICES
 from isograd.cli.options import Operations, Types
 from isograd.cli.progress import INTERRUPTED, Activity, message_console, output_console, until_interrupted
 from isograd.cli.verify import select
+from isograd.runtime import parallel
 
 
 def warmup(

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from isograd import arrays
+from isograd.core import arrays
+from isograd.core.checks import INDEX_DTYPES, checked_axis, checked_dtype, integer, real_number
 from isograd.errors import InvalidProblemError
 from isograd.numerics.storage import compute_dtype
-from isograd.plan import INDEX_DTYPES, checked_axis, checked_dtype, integer, real_number
 
 
 class Attribute(ABC):

@@ -9,19 +9,27 @@ The result is of the first input's kind. Inside an `Encoder` the plan is recorde
 """
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from isograd import arrays, encoder, functional
+from isograd.core import arrays, encoder, functional
+from isograd.core.faults import named
 from isograd.core.operation import Operation
 from isograd.errors import IsogradError
-from isograd.faults import named
 
 # For a type of arrays of its own, a front end's (operation with a vjp, inputs, attributes) -> outputs.
 front_ends: dict[type, Callable[[Operation, tuple[Any, ...], tuple[Any, ...]], Any]] = {}
 _PLAIN = {"int": int, "float": float}  # by what schemas call them: attributes that are plain as they come
+
+
+@functools.cache
+def _torch() -> Callable[..., Any]:
+    """Torch's front end. The first tensor loads it; an import would close a circle."""
+    applied: Callable[..., Any] = importlib.import_module("isograd.torch.bind").applied
+    return applied
 
 
 @functools.cache
@@ -49,9 +57,7 @@ def function(op: Operation) -> Callable[..., Any]:
                 if differentiable and (front_end := front_ends.get(type(value))) is not None:
                     return front_end(op, inputs, values)
                 if arrays.is_tensor(value):
-                    from isograd.torch import bind
-
-                    return bind.applied(op, inputs, values, wanted, out)
+                    return _torch()(op, inputs, values, wanted, out)
         return run(inputs, values, wanted, out)
 
     return called

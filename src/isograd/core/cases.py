@@ -14,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd.core.attributes import Measured, Word
+from isograd.core.checks import DTYPES
+from isograd.core.descriptor import Descriptor
 from isograd.core.operands import Array as Operand
 from isograd.core.operation import Operation
+from isograd.core.plan import Plan
 from isograd.numerics import random
 from isograd.numerics import reference as ref
-from isograd.plan import DTYPES, Descriptor, Plan
 
 _MASKS = 400  # the stream that masks come from
 Array = NDArray[Any]

@@ -17,11 +17,12 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
+from isograd.core.checks import DTYPES
+from isograd.core.descriptor import Kernel, KernelSku, PrecisionGuarantee
 from isograd.core.operation import Operation
 from isograd.errors import InvalidProblemError
-from isograd.fenv import default_environment
 from isograd.numerics.storage import compute_dtype
-from isograd.plan import DTYPES, Kernel, KernelSku, PrecisionGuarantee
+from isograd.runtime.fenv import default_environment
 
 F = TypeVar("F", bound=Callable[..., Any])
 Reject = Callable[[Any], str | None]

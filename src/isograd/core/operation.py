@@ -23,22 +23,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import field, make_dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
-from isograd import registry
+from isograd.core import registry
 from isograd.core.attributes import Attribute, Choice, Measured, SizeOf
+from isograd.core.checks import DTYPES, checked_dtype, checked_shape
+from isograd.core.descriptor import Descriptor, ErrorBound, Operand, PrecisionGuarantee
 from isograd.core.operands import AlongAxis, Array, Like, Loss
+from isograd.core.plan import Plan
 from isograd.errors import InvalidProblemError
-from isograd.fenv import default_environment
 from isograd.numerics.storage import compute_dtype
-from isograd.plan import (
-    DTYPES,
-    Descriptor,
-    ErrorBound,
-    Operand,
-    Plan,
-    PrecisionGuarantee,
-    checked_dtype,
-    checked_shape,
-)
+from isograd.runtime.fenv import default_environment
 
 
 class OperationDescriptor(Descriptor):

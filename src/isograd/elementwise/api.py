@@ -10,12 +10,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from isograd import parallel
 from isograd.elementwise import numba_activations, numba_kernels, numba_power
 from isograd.errors import InvalidProblemError
-from isograd.fenv import default_environment
 from isograd.numerics.reference import narrow, work_dtype
 from isograd.numerics.storage import address, kernel_type, require_array
+from isograd.runtime import parallel
+from isograd.runtime.fenv import default_environment
 
 _GRAIN = 1 << 15  # elements of one chunk: some 50 microseconds of work
 

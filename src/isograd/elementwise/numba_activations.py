@@ -11,7 +11,6 @@ from numba.extending import overload
 from isograd.elementwise.reference import GELU_CLAMP, GELU_TANH_32, GELU_TANH_64
 from isograd.numerics import constants as c
 from isograd.numerics import numba_ops as ops
-from isograd.numerics.numba_compile import INLINED, device_function, kernel
 from isograd.numerics.numba_functions import expm1_below, normal_tail
 from isograd.numerics.numba_memory import (
     BLOCK,
@@ -24,6 +23,7 @@ from isograd.numerics.numba_memory import (
     work_one,
     work_zero,
 )
+from isograd.runtime.numba_compile import INLINED, device_function, kernel
 
 
 def tanh_value(x: Any) -> Any:

@@ -9,7 +9,6 @@ from numba.extending import overload
 
 from isograd.elementwise.reference import SILU_CLAMP
 from isograd.numerics import numba_ops as ops
-from isograd.numerics.numba_compile import INLINED, device_function, kernel
 from isograd.numerics.numba_memory import (
     BLOCK,
     load,
@@ -21,6 +20,7 @@ from isograd.numerics.numba_memory import (
     work_one,
     work_zero,
 )
+from isograd.runtime.numba_compile import INLINED, device_function, kernel
 
 
 def sigmoid_value(x: Any) -> Any:

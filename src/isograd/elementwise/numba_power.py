@@ -7,9 +7,9 @@ import numpy as np
 
 from isograd.elementwise.reference import POWER_LOGARITHM, POWER_PRODUCTS
 from isograd.numerics import numba_ops as ops
-from isograd.numerics.numba_compile import device_function, kernel, subroutine
 from isograd.numerics.numba_functions import exp_of_pair, log_pair_64
 from isograd.numerics.numba_memory import load, pointer, store
+from isograd.runtime.numba_compile import device_function, kernel, subroutine
 
 _ZERO, _ONE, _HALF = np.float64(0), np.float64(1), np.float64(0.5)
 _INF, _NAN = np.float64(np.inf), np.float64(np.nan)

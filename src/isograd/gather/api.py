@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, overload
 
 from numpy.typing import NDArray
 
-from isograd import arrays, functional
+from isograd.core import arrays, functional
+from isograd.core.checks import checked_axis, checked_shape
+from isograd.core.faults import named
 from isograd.errors import InvalidProblemError
-from isograd.faults import named
 from isograd.gather.plans import (
     IndexSelectDescriptor,
     IndexSelectPlan,
@@ -26,7 +27,6 @@ from isograd.gather.plans import (
     TakeAlongAxisDescriptor,
     TakeAlongAxisPlan,
 )
-from isograd.plan import checked_axis, checked_shape
 from isograd.typing import ArrayT, DataT, ScalarT, SupportsDLPack
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from isograd.core.descriptor import ErrorBound
 from isograd.gather import reference as ref
 from isograd.numerics import constants as c
 from isograd.numerics.bounds import LARGEST, ulp
-from isograd.plan import ErrorBound
 
 Array = NDArray[Any]
 

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from isograd import arrays, parallel
+from isograd.core import arrays
 from isograd.errors import IndexOutOfRangeError
-from isograd.fenv import default_environment
-from isograd.layout import Shape, merge_dimensions
 from isograd.numerics.index_flag import IndexFlag
 from isograd.numerics.storage import address, kernel_type
+from isograd.runtime import parallel
+from isograd.runtime.fenv import default_environment
+from isograd.runtime.layout import Shape, merge_dimensions
 
 Array = NDArray[Any]
 

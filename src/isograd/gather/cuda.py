@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from isograd.cuda import TritonKernel, architecture
+from isograd.core.checks import DTYPES
+from isograd.core.descriptor import KernelSku
+from isograd.core.registry import register_kernel
+from isograd.devices.cuda import TritonKernel, architecture
 from isograd.gather.plans import OPERATIONS, family_sku
-from isograd.plan import DTYPES, KernelSku
-from isograd.registry import register_kernel
 
 
 class TritonGather(TritonKernel):

@@ -4,10 +4,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from isograd import arrays, faults, metal
+from isograd.core import arrays, faults
+from isograd.core.descriptor import Kernel, KernelSku
+from isograd.core.registry import register_kernel
+from isograd.devices import metal
 from isograd.gather.plans import family_guarantee, family_sku
-from isograd.plan import Kernel, KernelSku
-from isograd.registry import register_kernel
 
 OPERATIONS = ("take_along_axis", "take_along_axis_backward")
 NAN_BITS = {"float16": 0x7E00, "bfloat16": 0x7FC0, "float32": 0x7FC00000}

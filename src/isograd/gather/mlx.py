@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from isograd import arrays, metal
+from isograd.core import arrays
+from isograd.core.checks import DTYPES
+from isograd.core.registry import register_kernel
+from isograd.devices import metal
+from isograd.devices.mlx_kernel import HostKernel, MetalKernel, contiguous_strides
 from isograd.gather.metal import NAN_BITS, OPERATIONS, GatherInMetal, groups_for
-from isograd.mlx_kernel import HostKernel, MetalKernel, contiguous_strides
-from isograd.plan import DTYPES
-from isograd.registry import register_kernel
 
 _TAKE = """
   for (long i = group * threads + lane; i < layout[0]; i += groups * threads) {

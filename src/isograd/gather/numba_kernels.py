@@ -17,7 +17,6 @@ from isograd.gather.numba_steps import (
     term,
     total,
 )
-from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import (
     LANES,
     keep_alive,
@@ -32,6 +31,7 @@ from isograd.numerics.numba_memory import (
 from isograd.numerics.numba_ops import magnitude_key
 from isograd.numerics.numba_storage import narrow, widen
 from isograd.numerics.numba_sum import is_finite_key
+from isograd.runtime.numba_compile import device_function, kernel
 
 AHEAD = 256  # elements that are asked for before they are copied; memory takes as long as copying so many
 

@@ -18,7 +18,6 @@ from isograd.gather.numba_steps import (
     term_scales,
     total,
 )
-from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import (
     LANES,
     load,
@@ -33,6 +32,7 @@ from isograd.numerics.numba_memory import (
 from isograd.numerics.numba_ops import magnitude_key
 from isograd.numerics.numba_storage import narrow, widen
 from isograd.numerics.numba_sum import is_finite_key
+from isograd.runtime.numba_compile import device_function, kernel
 
 AHEAD = 4  # rows that are asked for before they are read
 

@@ -12,11 +12,11 @@ from numba import types
 from numba.extending import overload
 
 from isograd.numerics import constants as c
-from isograd.numerics.numba_compile import INLINED, device_function
 from isograd.numerics.numba_memory import load, pointer, store
 from isograd.numerics.numba_ops import as_int, fma, is_finite, pow2_64
 from isograd.numerics.numba_sum import is_finite_key, special_value, sum_scale
 from isograd.numerics.numba_wide import add_limbs, scale_pow2, split_term, wide_to_float
+from isograd.runtime.numba_compile import INLINED, device_function
 
 FOLD = 1 << 17  # terms that an int64 holds
 _LIMB = c.LIMB_SHIFT_64

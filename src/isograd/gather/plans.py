@@ -5,22 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from isograd.core.checks import DTYPES, INDEX_DTYPES, checked_axis, checked_dtype, checked_shape
+from isograd.core.descriptor import Descriptor, Kernel, KernelSku, Operand, PrecisionGuarantee
+from isograd.core.plan import Plan
+from isograd.core.registry import register_kernel
 from isograd.errors import InvalidProblemError
 from isograd.gather import bounds, cpu
-from isograd.plan import (
-    DTYPES,
-    INDEX_DTYPES,
-    Descriptor,
-    Kernel,
-    KernelSku,
-    Operand,
-    Plan,
-    PrecisionGuarantee,
-    checked_axis,
-    checked_dtype,
-    checked_shape,
-)
-from isograd.registry import register_kernel
 
 
 def _checked_lines(operation: str, shape: tuple[int, ...], indices_shape: tuple[int, ...], axis: int) -> None:

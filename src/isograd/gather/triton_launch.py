@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from isograd import faults
-from isograd.gather import triton_groups, triton_kernels
-from isograd.triton_launcher import (
+from isograd.core import faults
+from isograd.devices.triton_launcher import (
     Launcher,
     Rows,
     Specification,
@@ -23,6 +22,7 @@ from isograd.triton_launcher import (
     processors,
     rows,
 )
+from isograd.gather import triton_groups, triton_kernels
 
 _SHORT_SUM = 1 << 17  # terms whose integer parts add up in one word each
 _FEW = 8  # sources of a row that one thread compares with one another; half as many doubles

@@ -7,12 +7,12 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from isograd import arrays, encoder
+from isograd.core import arrays, encoder
+from isograd.core.checks import real_number
 from isograd.errors import InvalidProblemError
-from isograd.fenv import default_environment
 from isograd.losses.reductions import checked_count, divided, plain
 from isograd.numerics.reference import FORMATS, round_integer
-from isograd.plan import real_number
+from isograd.runtime.fenv import default_environment
 
 # The quantum is 2**-40 for float32 losses and 2**-84 for float64 ones: 16 and 31 bits below the last place of a 1.
 QUANTUM_BITS: Final = {"float32": 40, "float64": 84}

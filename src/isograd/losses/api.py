@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from isograd import functional
+from isograd.core import functional
+from isograd.core.faults import named
 from isograd.errors import InvalidProblemError
-from isograd.faults import named
 from isograd.losses import cross_entropy as steps
 from isograd.losses import linear_cross_entropy as linear
 from isograd.losses.cross_entropy import Options

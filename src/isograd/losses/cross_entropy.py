@@ -2,7 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from isograd import arrays, functional
+from isograd.core import arrays, functional
+from isograd.core.checks import INDEX_DTYPES, checked_axis, checked_shape, real_number
 from isograd.errors import InvalidProblemError, UnsupportedError
 from isograd.losses import reductions
 from isograd.losses.cross_entropy_plans import (
@@ -14,7 +15,6 @@ from isograd.losses.cross_entropy_plans import (
     CrossEntropyPlan,
 )
 from isograd.losses.cross_entropy_reference import STATE
-from isograd.plan import INDEX_DTYPES, checked_axis, checked_shape, real_number
 
 
 class Options(NamedTuple):

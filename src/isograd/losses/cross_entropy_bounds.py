@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from isograd.core.descriptor import ErrorBound
 from isograd.losses import cross_entropy_reference as reference
 from isograd.losses.cross_entropy_reference import IGNORE_INDEX, Exact
 from isograd.numerics import constants as c
 from isograd.numerics.bounds import LARGEST, ulp
-from isograd.plan import ErrorBound
 
 Floats = NDArray[Any]
 

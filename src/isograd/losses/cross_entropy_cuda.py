@@ -6,10 +6,11 @@ torch is imported when a kernel runs; nothing here waits for a GPU.
 from collections.abc import Mapping
 from typing import Any
 
-from isograd.cuda import TritonKernel, architecture
+from isograd.core.checks import DTYPES
+from isograd.core.descriptor import KernelSku
+from isograd.core.registry import register_kernel
+from isograd.devices.cuda import TritonKernel, architecture
 from isograd.losses import cross_entropy_plans, linear_bounds, linear_plans
-from isograd.plan import DTYPES, KernelSku
-from isograd.registry import register_kernel
 
 
 # --- one number, or one a row ----------------------------------------------------------------------------------------
@@ -22,7 +23,7 @@ def total(values: Any) -> Any:
 
 def divided(a: Any, b: Any) -> Any:
     """The quotient of tensors of one device, rounded once, its NaN the canonical one."""
-    from isograd.losses import triton_totals
+    from isograd.rows import triton_totals
 
     return triton_totals.divided(a, b)
 
@@ -34,7 +35,7 @@ def target_total(targets: Any, weight: Any, classes: int, ignore_index: int, wor
     """
     import torch
 
-    from isograd.losses import triton_totals
+    from isograd.rows import triton_totals
 
     found = triton_totals.target_total(targets, weight, classes, ignore_index, getattr(torch, work))
     return found if weight is None else total(found)
@@ -50,7 +51,7 @@ class TritonCrossEntropy(TritonKernel):
 
     def compute(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any) -> None:
         """Launch on the current stream of the tensors' device."""
-        from isograd import faults
+        from isograd.core import faults
         from isograd.losses.triton_cross_entropy_launch import cross_entropy
 
         cross_entropy(descriptor, arguments)

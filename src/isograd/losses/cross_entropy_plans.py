@@ -8,29 +8,17 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from isograd import parallel
+from isograd.core.checks import DTYPES, INDEX_DTYPES, checked_axis, checked_dtype, checked_shape, integer, real_number
+from isograd.core.descriptor import Descriptor, Kernel, KernelSku, Operand, PrecisionGuarantee
+from isograd.core.plan import Plan
+from isograd.core.registry import register_kernel
 from isograd.errors import IndexOutOfRangeError, InvalidProblemError
-from isograd.fenv import default_environment
 from isograd.losses import cross_entropy_bounds as bounds
 from isograd.losses.cross_entropy_reference import IGNORE_INDEX, STATE, constants
 from isograd.numerics.reference import order_free_sum, work_dtype
 from isograd.numerics.storage import address, kernel_type
-from isograd.plan import (
-    DTYPES,
-    INDEX_DTYPES,
-    Descriptor,
-    Kernel,
-    KernelSku,
-    Operand,
-    Plan,
-    PrecisionGuarantee,
-    checked_axis,
-    checked_dtype,
-    checked_shape,
-    integer,
-    real_number,
-)
-from isograd.registry import register_kernel
+from isograd.runtime import parallel
+from isograd.runtime.fenv import default_environment
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 
+from isograd.core.descriptor import ErrorBound
 from isograd.losses import cross_entropy_bounds as bounds
 from isograd.losses import cross_entropy_reference as reference
 from isograd.losses.cross_entropy_reference import IGNORE_INDEX, Floats
 from isograd.numerics.bounds import LARGEST, ulp
-from isograd.plan import ErrorBound
 
 _WIDE = np.longdouble
 Product = Callable[[Floats, Floats, str], Floats]

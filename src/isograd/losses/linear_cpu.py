@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from isograd.fenv import default_environment
+from isograd.core.checks import DTYPES
+from isograd.core.descriptor import Kernel, KernelSku
+from isograd.core.registry import register_kernel
 from isograd.losses import linear_bounds as bounds
 from isograd.losses.cross_entropy_plans import RowKernels, Scalars, check_targets, scalars
 from isograd.losses.cross_entropy_reference import STATE
@@ -25,9 +27,8 @@ from isograd.losses.linear_plans import OPERATIONS, LinearDescriptor, sku
 from isograd.losses.linear_reference import logits_of
 from isograd.numerics import reference as ref
 from isograd.numerics.matmul import matmul
-from isograd.plan import DTYPES, Kernel, KernelSku
 from isograd.reduction import api as reduction
-from isograd.registry import register_kernel
+from isograd.runtime.fenv import default_environment
 
 _LOGITS = 1 << 24  # that are held at a time
 _LEAST = 64  # rows that keep a matrix product busy

@@ -2,7 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from isograd import arrays, functional
+from isograd.core import arrays, functional
+from isograd.core.checks import checked_shape, real_number
 from isograd.errors import InvalidProblemError
 from isograd.losses import reductions
 from isograd.losses.linear_plans import (
@@ -11,7 +12,6 @@ from isograd.losses.linear_plans import (
     LinearCrossEntropyGradientPlan,
     LinearCrossEntropyPlan,
 )
-from isograd.plan import checked_shape, real_number
 
 
 class LinearOptions(NamedTuple):

@@ -4,21 +4,14 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
+from isograd.core.checks import INDEX_DTYPES, checked_dtype, checked_shape
+from isograd.core.descriptor import Descriptor, KernelSku, Operand, PrecisionGuarantee
+from isograd.core.faults import named
+from isograd.core.plan import Plan
 from isograd.errors import InvalidProblemError
-from isograd.faults import named
 from isograd.losses import linear_bounds as bounds
 from isograd.losses.cross_entropy_plans import CrossEntropyDescriptor
 from isograd.losses.cross_entropy_reference import IGNORE_INDEX
-from isograd.plan import (
-    INDEX_DTYPES,
-    Descriptor,
-    KernelSku,
-    Operand,
-    Plan,
-    PrecisionGuarantee,
-    checked_dtype,
-    checked_shape,
-)
 
 ONE_PIECE = 1 << 22  # logits of which every kernel holds as many at once where it is not told how many rows
 

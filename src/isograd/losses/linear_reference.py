@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from isograd.fenv import default_environment
 from isograd.losses import cross_entropy_reference as reference
 from isograd.losses.cross_entropy_reference import IGNORE_INDEX
 from isograd.numerics import reference as ref
 from isograd.numerics.matmul import matmul
 from isograd.reduction import reference as reduction
+from isograd.runtime.fenv import default_environment
 
 Floats = reference.Floats
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from isograd import faults
+from isograd.core import faults
 from isograd.losses.cross_entropy_plans import CrossEntropyGradientDescriptor
 from isograd.losses.cross_entropy_reference import STATE
 from isograd.losses.linear_plans import ONE_PIECE, LinearCrossEntropyGradientDescriptor, LinearDescriptor

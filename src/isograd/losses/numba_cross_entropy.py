@@ -7,7 +7,6 @@ has one of (target, loss, gradient of the loss, the four numbers of its state) l
 
 import numpy as np
 
-from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import (
     BLOCK,
     empty_stored,
@@ -46,6 +45,7 @@ from isograd.rows.numba_exponentials import (
     row_shift,
 )
 from isograd.rows.numba_rows import exponential_sum, fill_row, row_maximum
+from isograd.runtime.numba_compile import device_function, kernel
 
 HARD, SMOOTH, PROBABILITIES = 0, 1, 2  # index targets, the same with label smoothing, probabilities
 IGNORED, ELSEWHERE = -1, -2  # targets of rows that are left out, and that lie among classes not given

@@ -8,7 +8,6 @@ A tile of neighbouring rows, the lanes, advances together along the classes. The
 import numpy as np
 
 from isograd.losses.numba_cross_entropy import IGNORED
-from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import (
     LANES,
     load,
@@ -41,6 +40,7 @@ from isograd.rows.numba_lanes import (
     tile_offset,
     tile_width,
 )
+from isograd.runtime.numba_compile import device_function, kernel
 
 
 @device_function

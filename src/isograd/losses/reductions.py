@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from isograd import arrays, encoder, functional
+from isograd.core import arrays, encoder, functional
+from isograd.core.checks import real_number
 from isograd.errors import DeviceMismatchError, InvalidProblemError
-from isograd.fenv import default_environment
 from isograd.losses.cross_entropy_plans import check_targets
-from isograd.plan import real_number
 from isograd.reduction import api as sums
+from isograd.runtime.fenv import default_environment
 
 REDUCTIONS = ("mean", "sum", "none")
 

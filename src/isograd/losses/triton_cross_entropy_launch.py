@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from isograd import faults
+from isograd.core import faults
+from isograd.devices.triton_launcher import Rows, Specification, architecture, c_strides, launch, rows
 from isograd.losses import triton_cross_entropy as kernels
 from isograd.losses.cross_entropy_plans import CrossEntropyDescriptor, _CrossEntropy, scalars
 from isograd.losses.gluon_cross_entropy import gradient_staged
@@ -19,14 +20,6 @@ from isograd.numerics.constants import SHORT_ROW
 from isograd.reduction import cuda as reduction
 from isograd.rows import gluon_rows
 from isograd.rows.triton_configuration import INT32_ROW, Configuration, clustered, configuration
-from isograd.triton_launcher import (
-    Rows,
-    Specification,
-    architecture,
-    c_strides,
-    launch,
-    rows,
-)
 
 
 class _Problem(NamedTuple):

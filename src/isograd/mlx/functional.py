@@ -6,25 +6,29 @@ from typing import Any, NoReturn
 
 import mlx.core as mx
 
-from isograd import functional
-from isograd.attention.descriptors import AttentionBackwardDescriptor, AttentionDeltaDescriptor, AttentionDescriptor
-from isograd.attention.options import AttentionOptions
-from isograd.attention.plans import AttentionBackwardPlan, AttentionDeltaPlan, AttentionPlan
-from isograd.attention.problem import sizes
+from isograd.core import functional
 from isograd.core.operation import Operation
+from isograd.devices.mlx_kernel import dtype_name
 from isograd.errors import InvalidProblemError, UnsupportedError
-from isograd.fenv import default_environment
+from isograd.flash_attention.descriptors import (
+    AttentionBackwardDescriptor,
+    AttentionDeltaDescriptor,
+    AttentionDescriptor,
+)
+from isograd.flash_attention.options import AttentionOptions
+from isograd.flash_attention.plans import AttentionBackwardPlan, AttentionDeltaPlan, AttentionPlan
+from isograd.flash_attention.problem import sizes
 from isograd.gather.plans import (
     TakeAlongAxisBackwardDescriptor,
     TakeAlongAxisBackwardPlan,
     TakeAlongAxisDescriptor,
     TakeAlongAxisPlan,
 )
-from isograd.mlx_kernel import dtype_name
 from isograd.ops import OPERATIONS
 from isograd.ops.softmax.operation import LOG_SOFTMAX, SOFTMAX
 from isograd.router.descriptors import MoeRouterBackwardDescriptor, MoeRouterDescriptor, checked_options
 from isograd.router.plans import MoeRouterBackwardPlan, MoeRouterPlan
+from isograd.runtime.fenv import default_environment
 from isograd.typing import Alignment, Scoring
 
 Function = Callable[..., Any]

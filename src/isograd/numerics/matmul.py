@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd.errors import InvalidProblemError, UnsupportedError
-from isograd.fenv import default_environment
 from isograd.numerics.reference import FORMATS, narrow, pow2, work_dtype
 from isograd.numerics.storage import require_array
+from isograd.runtime.fenv import default_environment
 
 Floats = NDArray[Any]
 

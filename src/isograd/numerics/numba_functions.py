@@ -8,7 +8,6 @@ from numba import types
 from numba.extending import overload
 
 from isograd.numerics import constants as c
-from isograd.numerics.numba_compile import INLINED, device_function
 from isograd.numerics.numba_ops import (
     as_float,
     as_int,
@@ -20,6 +19,7 @@ from isograd.numerics.numba_ops import (
     pow2_64,
     split_64,
 )
+from isograd.runtime.numba_compile import INLINED, device_function
 
 _F32 = np.float32
 _F64 = np.float64

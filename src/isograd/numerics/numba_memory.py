@@ -13,8 +13,8 @@ from numba import types
 from numba.extending import intrinsic, overload
 
 from isograd.numerics.constants import LANES as LANES
-from isograd.numerics.numba_compile import INLINED, device_function
 from isograd.numerics.numba_storage import narrow, widen
+from isograd.runtime.numba_compile import INLINED, device_function
 
 BLOCK = 4096  # elements that are worked on at a time: 16 KiB, so that a block stays in the first-level cache
 _WORK = {

@@ -8,7 +8,7 @@ from numba import types
 from numba.extending import intrinsic, overload
 
 from isograd.numerics import constants as c
-from isograd.numerics.numba_compile import INLINED, device_function
+from isograd.runtime.numba_compile import INLINED, device_function
 
 _F32 = np.float32
 _F64 = np.float64

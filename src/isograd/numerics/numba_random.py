@@ -3,7 +3,7 @@
 
 import numpy as np
 
-from isograd.numerics.numba_compile import device_function
+from isograd.runtime.numba_compile import device_function
 
 _MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)

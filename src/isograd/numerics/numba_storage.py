@@ -10,8 +10,8 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from isograd.numerics.numba_compile import INLINED
 from isograd.numerics.numba_ops import as_float, as_int, pow2_32
+from isograd.runtime.numba_compile import INLINED
 
 _NAN_32 = np.float32(np.nan)
 _NAN_64 = np.float64(np.nan)

@@ -8,10 +8,10 @@ from numba import types
 from numba.extending import overload
 
 from isograd.numerics import constants as c
-from isograd.numerics.numba_compile import INLINED, device_function
 from isograd.numerics.numba_memory import load
 from isograd.numerics.numba_ops import is_finite, magnitude_key, pow2_32, pow2_64
 from isograd.numerics.numba_wide import split_term, term_bias
+from isograd.runtime.numba_compile import INLINED, device_function
 
 PARTIAL = 256  # terms whose int32 parts (within 2**22) are summed in int32; narrow sums are what vectorises well
 _NAN_32, _NAN_64 = np.float32(np.nan), np.float64(np.nan)

@@ -8,8 +8,8 @@ from numba import types
 from numba.extending import overload
 
 from isograd.numerics import constants as c
-from isograd.numerics.numba_compile import INLINED, device_function
 from isograd.numerics.numba_ops import as_int, fma, pow2_32, pow2_64
+from isograd.runtime.numba_compile import INLINED, device_function
 
 _F32 = np.float32
 _F64 = np.float64

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd.errors import InvalidProblemError
-from isograd.fenv import default_environment
 from isograd.numerics import reference as ref
+from isograd.runtime.fenv import default_environment
 
 Words = NDArray[np.uint32]
 

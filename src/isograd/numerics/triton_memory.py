@@ -3,7 +3,7 @@
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """Addresses, copies and indices in Triton kernels, and what a kernel does with an index out of range.
 
-Offsets are 64-bit. `isograd.faults` reads what `report` notes.
+Offsets are 64-bit. `isograd.core.faults` reads what `report` notes.
 """
 
 import triton

@@ -1,7 +1,7 @@
 """The operations: a folder each, found by its name.
 
 `operation.py` declares; `reference.py`, `bounds.py` and `cases.py` say what is right; a file that is named like one of
-`isograd.runtime` has kernels; `api.py` and `torch.py` are what users call.
+`isograd.backends` has kernels; `api.py` and `torch.py` are what users call.
 """
 
 import importlib
@@ -9,7 +9,7 @@ import pkgutil
 from pathlib import Path
 
 from isograd.core.operation import Operation
-from isograd.registry import register_kernel
+from isograd.core.registry import register_kernel
 
 FOLDERS = tuple([found.name for found in pkgutil.iter_modules(__path__) if found.ispkg])
 
@@ -22,13 +22,13 @@ def files(folder: str) -> set[str]:
 def _load() -> dict[str, Operation]:
     """Every operation by name; their kernels are registered."""
     declared: dict[str, Operation] = {}
-    backends = [found.name for found in pkgutil.iter_modules(importlib.import_module("isograd.runtime").__path__)]
+    backends = [found.name for found in pkgutil.iter_modules(importlib.import_module("isograd.backends").__path__)]
     for folder in FOLDERS:
         module = importlib.import_module(f"isograd.ops.{folder}.operation")
         found = {op.name: op for op in vars(module).values() if isinstance(op, Operation)}
         declared |= found
         for name in backends:
-            backend = importlib.import_module(f"isograd.runtime.{name}").BACKEND
+            backend = importlib.import_module(f"isograd.backends.{name}").BACKEND
             place = f"isograd.ops.{folder}.{name}" if name in files(folder) else None
             for op in found.values():
                 for dtype, kernel in backend.kernels(op, place):

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd.core.cases import normal, store
+from isograd.core.checks import DTYPES
 from isograd.numerics.reference import narrow, widen
 from isograd.optimizers import norm_reference
 from isograd.optimizers.numbers import ADAM, COUPLED, DECOUPLED, LION, NO_DECAY, SGD, Update, numbers, rates
 from isograd.optimizers.reference import updated
-from isograd.plan import DTYPES
 
 _ADAMW = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 _MOMENTUM = {"lr": 0.1, "momentum": 0.9, "dampening": 0.25, "weight_decay": 0.01, "nesterov": False}

@@ -3,13 +3,13 @@
 
 import numpy as np
 
-from isograd.numerics.numba_compile import kernel
 from isograd.numerics.numba_memory import BLOCK, load, load_block, pointer, stack_block, store, store_block
 from isograd.numerics.numba_ops import as_float, magnitude_key
 from isograd.numerics.numba_storage import narrow
 from isograd.numerics.numba_sum import block_magnitude, block_terms, is_finite_key, sum_scale
 from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
 from isograd.optimizers.chunks import COLUMNS, COUNT
+from isograd.runtime.numba_compile import kernel
 
 LENGTH = 1 << 14  # elements of a chunk
 _WORD = np.int64(0xFFFFFFFF)

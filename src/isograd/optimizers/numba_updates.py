@@ -3,10 +3,10 @@
 
 import numpy as np
 
-from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import load, load_block, pointer, stack_block, store, store_block
 from isograd.optimizers.chunks import COLUMNS, COUNT
 from isograd.optimizers.numbers import ADAM, COUPLED, DECOUPLED, NUMBERS, SGD
+from isograd.runtime.numba_compile import device_function, kernel
 
 LENGTH = 1 << 14  # elements of a chunk
 _BLOCK = 1024  # elements that are worked on at a time: four blocks stay in the first-level cache

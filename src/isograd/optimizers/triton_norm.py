@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from isograd.devices.triton_launcher import Specification, launch
 from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
 from isograd.numerics import triton_terms as terms
@@ -19,7 +20,6 @@ from isograd.optimizers.norm_reference import SMALL, WORDS
 from isograd.optimizers.triton_updates import base, read, write
 from isograd.rows.triton_launch import words_of
 from isograd.rows.triton_tiles import number
-from isograd.triton_launcher import Specification, launch
 
 _COLUMNS, _COUNT, _WORDS = tl.constexpr(COLUMNS), tl.constexpr(COUNT), tl.constexpr(WORDS)
 _INF_32 = tl.constexpr(0x7F800000)

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from isograd.devices.triton_launcher import Specification, launch
 from isograd.numerics import triton_ops as ops
 from isograd.numerics.storage import compute_dtype
 from isograd.optimizers import chunks as of_tensors
@@ -14,7 +15,6 @@ from isograd.optimizers import numbers as given
 from isograd.optimizers.numbers import NUMBERS, Rates, Update
 from isograd.rows.triton_launch import words_of
 from isograd.rows.triton_tiles import number
-from isograd.triton_launcher import Specification, launch
 
 _COLUMNS, _COUNT, _STEP = (tl.constexpr(n) for n in (of_tensors.COLUMNS, of_tensors.COUNT, of_tensors.STEP))
 _ADAM, _SGD = tl.constexpr(given.ADAM), tl.constexpr(given.SGD)

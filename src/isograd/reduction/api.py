@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from isograd import parallel
 from isograd.errors import InvalidProblemError
-from isograd.fenv import default_environment
 from isograd.numerics.reference import narrow, widen, work_dtype
 from isograd.numerics.storage import address, kernel_type, require_array
 from isograd.reduction import numba_kernels
 from isograd.reduction.axes import Axes, normalized
+from isograd.runtime import parallel
+from isograd.runtime.fenv import default_environment
 
 _GRAIN = 1 << 16  # elements of one chunk
 

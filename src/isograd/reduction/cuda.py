@@ -5,10 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from isograd.errors import UnsupportedError
-from isograd.reduction import triton_kernels
-from isograd.reduction.axes import Axes, normalized
-from isograd.triton_launcher import (
+from isograd.devices.triton_launcher import (
     Launcher,
     Rows,
     Specification,
@@ -20,6 +17,9 @@ from isograd.triton_launcher import (
     processors,
     rows,
 )
+from isograd.errors import UnsupportedError
+from isograd.reduction import triton_kernels
+from isograd.reduction.axes import Axes, normalized
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ELEMENTS = 2048  # of a tile

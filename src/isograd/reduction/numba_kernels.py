@@ -3,7 +3,6 @@
 
 import numpy as np
 
-from isograd.numerics.numba_compile import kernel
 from isograd.numerics.numba_memory import BLOCK, load_block, pointer, stack_block, store, work_zero
 from isograd.numerics.numba_ops import magnitude_key
 from isograd.numerics.numba_storage import narrow
@@ -16,6 +15,7 @@ from isograd.numerics.numba_sum import (
     sum_scale,
 )
 from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
+from isograd.runtime.numba_compile import kernel
 
 
 @kernel

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from isograd import arrays, functional
+from isograd.core import arrays, functional
+from isograd.core.checks import checked_shape
 from isograd.errors import InvalidProblemError
-from isograd.plan import checked_shape
 from isograd.router import descriptors as d
 from isograd.router import loss_descriptors, plans
 from isograd.router.results import CombineGradients, Permutation, Routing, TopK

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from isograd.core.descriptor import ErrorBound
 from isograd.numerics import constants as c
 from isograd.numerics import reference as ref
 from isograd.numerics.bounds import LARGEST, ulp
 from isograd.ops.softmax import bounds as softmax_bounds
-from isograd.plan import ErrorBound
 from isograd.router import oracle
 from isograd.router import reference as definition
 

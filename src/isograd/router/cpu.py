@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from isograd import parallel
 from isograd.errors import IndexOutOfRangeError, InvalidProblemError
-from isograd.fenv import default_environment
-from isograd.layout import plan_walk
 from isograd.numerics.index_flag import IndexFlag
 from isograd.numerics.storage import address, kernel_type
 from isograd.router import descriptors as d
 from isograd.router import loss_descriptors
+from isograd.runtime import parallel
+from isograd.runtime.fenv import default_environment
+from isograd.runtime.layout import plan_walk
 
 Array = NDArray[Any]
 Arguments = Mapping[str, Any]

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from isograd.cuda import TritonKernel, architecture
-from isograd.plan import KernelSku
-from isograd.registry import register_kernel
+from isograd.core.descriptor import KernelSku
+from isograd.core.registry import register_kernel
+from isograd.devices.cuda import TritonKernel, architecture
 from isograd.router.plans import OPERATIONS, dtypes_of, family_sku
 
 MOST_EXPERTS = 4096  # experts that one program holds

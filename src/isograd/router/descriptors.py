@@ -6,18 +6,17 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from isograd.errors import InvalidProblemError
-from isograd.plan import (
+from isograd.core.checks import (
     INDEX_DTYPES,
     MOST_ELEMENTS,
-    Descriptor,
-    Operand,
     checked_axis,
     checked_dtype,
     checked_shape,
     integer,
     real_number,
 )
+from isograd.core.descriptor import Descriptor, Operand
+from isograd.errors import InvalidProblemError
 
 SCORINGS = ("softmax", "sigmoid")
 

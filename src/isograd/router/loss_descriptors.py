@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self
 
+from isograd.core.checks import INDEX_DTYPES, checked_dtype, checked_shape
+from isograd.core.descriptor import Descriptor, Operand
 from isograd.errors import InvalidProblemError
-from isograd.plan import INDEX_DTYPES, Descriptor, Operand, checked_dtype, checked_shape
 from isograd.router.descriptors import checked_flag, checked_integer, work_type
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from isograd import arrays, faults, metal
-from isograd.plan import Kernel, KernelSku
-from isograd.registry import register_kernel
+from isograd.core import arrays, faults
+from isograd.core.descriptor import Kernel, KernelSku
+from isograd.core.registry import register_kernel
+from isograd.devices import metal
 from isograd.router.plans import family_guarantee, family_sku
 
 OPERATIONS = ("moe_router", "moe_router_backward")

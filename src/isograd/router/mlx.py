@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from isograd import arrays, metal
-from isograd.mlx_kernel import HostKernel, MetalKernel
-from isograd.plan import DTYPES
-from isograd.registry import register_kernel
+from isograd.core import arrays
+from isograd.core.checks import DTYPES
+from isograd.core.registry import register_kernel
+from isograd.devices import metal
+from isograd.devices.mlx_kernel import HostKernel, MetalKernel
 from isograd.router.metal import OPERATIONS, RouterInMetal, scale_bits
 
 _ROUTING = """

@@ -3,7 +3,6 @@
 
 import numpy as np
 
-from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import (
     empty_work,
     keep_alive,
@@ -20,6 +19,7 @@ from isograd.numerics.numba_sum import PARTIAL, is_finite_key, signed_rest, spec
 from isograd.numerics.numba_wide import add_limbs, limb_shift, split_term, term_bias, wide_to_float
 from isograd.router.numba_scores import softmax_and_logsumexp
 from isograd.router.numba_select import empty_keys
+from isograd.runtime.numba_compile import device_function, kernel
 
 
 @kernel

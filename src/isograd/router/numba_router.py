@@ -4,7 +4,6 @@
 import numpy as np
 
 from isograd.elementwise.numba_kernels import sigmoid_gradient
-from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import (
     empty_work,
     keep_alive,
@@ -24,6 +23,7 @@ from isograd.numerics.numba_ops import lowest_key
 from isograd.numerics.numba_storage import widen
 from isograd.router.numba_scores import sigmoid_scores, softmax_scores, sum_row
 from isograd.router.numba_select import COUNTS, empty_keys, select_largest, selection_key, store_keys
+from isograd.runtime.numba_compile import device_function, kernel
 
 
 @kernel

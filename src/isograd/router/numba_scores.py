@@ -9,7 +9,6 @@ from numba.extending import overload
 
 from isograd.elementwise.numba_kernels import sigmoid_value
 from isograd.numerics import constants as c
-from isograd.numerics.numba_compile import INLINED, device_function
 from isograd.numerics.numba_memory import load, store, work_nan
 from isograd.numerics.numba_ops import from_key, is_finite, lowest_key, magnitude_key, max_key, pow2_32
 from isograd.numerics.numba_sum import (
@@ -31,6 +30,7 @@ from isograd.rows.numba_exponentials import (
     row_shift,
     term_scale,
 )
+from isograd.runtime.numba_compile import INLINED, device_function
 
 
 @device_function

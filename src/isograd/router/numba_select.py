@@ -11,9 +11,9 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from isograd.numerics.numba_compile import INLINED, device_function
 from isograd.numerics.numba_memory import load, store
 from isograd.numerics.numba_ops import max_key
+from isograd.runtime.numba_compile import INLINED, device_function
 
 INSERTED = 48  # up to so many elements are kept sorted by insertion
 _LEADING = 11  # bits that tell which elements may be among many largest

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from isograd.plan import DTYPES, INDEX_DTYPES, Kernel, KernelSku, Plan, PrecisionGuarantee
-from isograd.registry import register_kernel
+from isograd.core.checks import DTYPES, INDEX_DTYPES
+from isograd.core.descriptor import Kernel, KernelSku, PrecisionGuarantee
+from isograd.core.plan import Plan
+from isograd.core.registry import register_kernel
 from isograd.router import bounds, cpu, loss_descriptors
 from isograd.router import descriptors as d
 

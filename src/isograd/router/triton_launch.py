@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from isograd import faults
-from isograd.fenv import default_environment
+from isograd.core import faults
+from isograd.devices.triton_launcher import Launcher, Specification, architecture, kept, power_of_two
 from isograd.router import triton_kernels, triton_moe
-from isograd.triton_launcher import Launcher, Specification, architecture, kept, power_of_two
+from isograd.runtime.fenv import default_environment
 
 _TILE, _FAST_K = 1024, 128  # elements of a row that top_k holds, and how many of them it takes
 _MOST_SEPARATED = 31  # chosen experts of the short cut, one a lane and one for comparison

@@ -4,11 +4,11 @@ import math
 
 import torch
 
-from isograd import faults
+from isograd.core import faults
+from isograd.devices.triton_launcher import Launcher, Specification, kept, power_of_two
 from isograd.reduction import cuda as reduction
 from isograd.router import triton_moe
 from isograd.router.triton_launch import Result, count_entries, matrix, native_pairs, programs_of, tile
-from isograd.triton_launcher import Launcher, Specification, kept, power_of_two
 
 
 def _problems(x: torch.Tensor, batched: bool) -> tuple[int, int]:

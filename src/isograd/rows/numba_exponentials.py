@@ -12,7 +12,6 @@ from numba import types
 from numba.extending import overload
 
 from isograd.numerics import constants as c
-from isograd.numerics.numba_compile import INLINED, device_function
 from isograd.numerics.numba_memory import load, store, work_one, work_zero
 from isograd.numerics.numba_ops import (
     exp,
@@ -38,6 +37,7 @@ from isograd.numerics.numba_wide import (
     wide_to_pair,
     word_to_pair,
 )
+from isograd.runtime.numba_compile import INLINED, device_function
 
 _ONE_32, _ONE_64 = np.float32(1), np.float64(1)
 _SHIFT_32 = c.QUANTUM_BITS - c.EXP_SCALE_32

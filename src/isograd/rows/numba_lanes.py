@@ -6,7 +6,6 @@ A tile of neighbouring rows, the lanes, is read in the order of memory. The arit
 
 import numpy as np
 
-from isograd.numerics.numba_compile import device_function
 from isograd.numerics.numba_memory import (
     LANES,
     load,
@@ -33,6 +32,7 @@ from isograd.rows.numba_exponentials import (
     word_log_sum,
     word_reciprocal,
 )
+from isograd.runtime.numba_compile import device_function
 
 
 @device_function

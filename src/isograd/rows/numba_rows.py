@@ -8,7 +8,6 @@ stays in a block or, where it is longer, in `kept`, memory of a row's length.
 
 import numpy as np
 
-from isograd.numerics.numba_compile import device_function
 from isograd.numerics.numba_memory import (
     BLOCK,
     load,
@@ -31,6 +30,7 @@ from isograd.numerics.numba_sum import (
 )
 from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
 from isograd.rows.numba_exponentials import exponential_part, term_scale
+from isograd.runtime.numba_compile import device_function
 
 
 @device_function

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
+from isograd.devices.triton_launcher import power_of_two
 from isograd.numerics.constants import SHORT_ROW
-from isograd.triton_launcher import power_of_two
 
 FORWARD = ("softmax", "log_softmax")
 INT32_ROW = 1 << 17  # terms of binary32 whose integers fit an int64

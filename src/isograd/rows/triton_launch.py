@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from isograd.devices.triton_launcher import Launcher, Rows, Specification, architecture, kept, power_of_two, rows
 from isograd.rows.triton_configuration import configuration
-from isograd.triton_launcher import Launcher, Rows, Specification, architecture, kept, power_of_two, rows
 
 Strides = tuple[int, ...]
 

@@ -13,12 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
+from isograd.devices.triton_launcher import Launcher, Specification, architecture, kept, merged, processors
 from isograd.numerics import triton_memory as memory
 from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
 from isograd.numerics import triton_terms as terms
 from isograd.rows.triton_launch import Strides
-from isograd.triton_launcher import Launcher, Specification, architecture, kept, merged, processors
 
 
 @triton.jit

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from isograd import parallel
-from isograd.layout import plan_walk
 from isograd.numerics.constants import LANES
 from isograd.numerics.storage import address, compute_dtype, kernel_type
+from isograd.runtime import parallel
+from isograd.runtime.layout import plan_walk
 
 Shape = tuple[int, ...]
 

@@ -1,1 +1,1 @@
-"""What compiles and launches kernels: one file a backend, `BACKEND` in each."""
+"""What a process needs around kernels: threads, the floating-point environment, memory, compilation."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from isograd.attention import api
+from isograd.flash_attention import api
 from isograd.tape.rules import Array, Result
 
 

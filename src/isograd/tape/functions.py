@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from isograd.arrays import copied, describe_mask
-from isograd.attention import api as attention_family
-from isograd.attention.options import AttentionOptions
-from isograd.attention.problem import Given
+from isograd.core.arrays import copied, describe_mask
 from isograd.elementwise.api import Approximate
 from isograd.errors import InvalidProblemError
+from isograd.flash_attention import api as attention_family
+from isograd.flash_attention.options import AttentionOptions
+from isograd.flash_attention.problem import Given
 from isograd.losses.cross_entropy import Options
 from isograd.losses.linear_cross_entropy import LinearOptions
 from isograd.router import api as router

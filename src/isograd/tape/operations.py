@@ -3,8 +3,7 @@
 import functools
 from typing import Any
 
-from isograd import arrays, encoder
-from isograd.core import call
+from isograd.core import arrays, call, encoder
 from isograd.core.operation import Operation
 from isograd.ops import OPERATIONS
 from isograd.tape.rules import Array, Gradient, Result

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd.errors import InvalidProblemError, MissingGradientError
-from isograd.fenv import default_environment
 from isograd.numerics.reference import narrow
 from isograd.numerics.storage import require_array
+from isograd.runtime.fenv import default_environment
 from isograd.tape import rules
 from isograd.tape.variable import Variable
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from isograd.core.checks import real_number
 from isograd.elementwise.api import Approximate
 from isograd.errors import InvalidProblemError
-from isograd.fenv import default_environment
 from isograd.numerics.reference import narrow, work_dtype
 from isograd.numerics.storage import dtype_name, plain_array
 from isograd.ops.softmax import api as softmax
-from isograd.plan import real_number
+from isograd.runtime.fenv import default_environment
 from isograd.tape import choice_rules, index_rules, rules
 
 if TYPE_CHECKING:

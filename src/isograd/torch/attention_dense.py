@@ -1,7 +1,7 @@
 """Attention in torch's own operations, all scores at once: the derivatives that no kernel has.
 
-With the notation of `isograd.attention.reference`, a dot for the tangents along given directions of q, k, v, bias and
-sinks, and the sink as one more key whose value is 0:
+With the notation of `isograd.flash_attention.reference`, a dot for the tangents along given directions of q, k, v, bias
+and sinks, and the sink as one more key whose value is 0:
 
     ṡ = cap' · scale (q̇ kᵀ + q k̇ᵀ) + ḃ,  l̇ = Σ P ṡ,  Ṗ = P (ṡ - l̇),  ȯ = (keep ∘ Ṗ) v + (keep ∘ P) v̇
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isograd.attention.options import DROPOUT_WORD, AttentionOptions
+from isograd.flash_attention.options import DROPOUT_WORD, AttentionOptions
 from isograd.torch.tensors import wide, work_dtype
 
 _MASK = 0xFFFFFFFF
@@ -104,7 +104,7 @@ def _product(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
 
 
 def _keep(x: Operands, options: AttentionOptions, at: _Places) -> Tensor:
-    """[.., Lq, Lk]: 1 / (1 - p) where dropout keeps a probability, else 0; `isograd.attention.reference.kept`."""
+    """[.., Lq, Lk]: 1 / (1 - p) where dropout keeps a probability, else 0; `isograd.flash_attention.reference.kept`."""
     assert x.seed is not None
     heads = x.q.shape[1]
     number = at.q_sequence * heads + torch.arange(heads, device=x.q.device)[:, None, None]

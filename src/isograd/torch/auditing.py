@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isograd import launches
-from isograd.blocks import BlockEnd
 from isograd.errors import InvalidProblemError
-from isograd.torch import audit_table, modes, unseen
+from isograd.runtime import launches, modes
+from isograd.runtime.blocks import BlockEnd
+from isograd.torch import audit_table, unseen
 from isograd.torch.audit_classes import BATCH, MACHINE, RUN, Class, classify
 from isograd.torch.audit_report import Audit, Entry
 from isograd.torch.module_calls import Call, ModuleCalls, not_compiled

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isograd import encoder, faults, functional
 from isograd.core import call as core_call
+from isograd.core import encoder, faults, functional
 from isograd.core.attributes import DtypeOf, SizeOf, Word, signed
+from isograd.core.checks import INDEX_DTYPES, real_number
 from isograd.core.operands import AlongAxis, Array, Like, Loss
 from isograd.core.operation import Operation
 from isograd.errors import InvalidProblemError, IsogradError, UnsupportedError
-from isograd.memory import with_huge_pages
 from isograd.numerics.losses import divisor
-from isograd.plan import INDEX_DTYPES, real_number
+from isograd.runtime.memory import with_huge_pages
 from isograd.torch import define, derivatives, members, sharding
 from isograd.torch.tensors import (
     DTYPES,

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isograd import parallel
+from isograd.core.checks import real_number
 from isograd.errors import DeviceMismatchError, InvalidProblemError, NonFiniteGradientError, UnsupportedError
-from isograd.fenv import default_environment
 from isograd.optimizers import norm_reference as ref
 from isograd.optimizers.chunks import chunks
 from isograd.optimizers.norm_reference import WORDS
-from isograd.plan import real_number
+from isograd.runtime import parallel
+from isograd.runtime.fenv import default_environment
 from isograd.torch import many_tensors as many
 from isograd.torch.tensors import NAMES, work_dtype
 

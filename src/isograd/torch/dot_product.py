@@ -7,11 +7,11 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from isograd.attention import problem
-from isograd.attention.descriptors import DIM_STEP, LEAST_DIM, MOST_DIM
-from isograd.attention.options import AttentionOptions, Window, default_scale
 from isograd.core.attributes import Word, signed
 from isograd.errors import DeviceMismatchError, InvalidProblemError, UnsupportedError
+from isograd.flash_attention import problem
+from isograd.flash_attention.descriptors import DIM_STEP, LEAST_DIM, MOST_DIM
+from isograd.flash_attention.options import AttentionOptions, Window, default_scale
 from isograd.torch.indexing import enter
 from isograd.torch.ops_attention import ATTENTION
 from isograd.torch.tensors import require_dense, require_tensor

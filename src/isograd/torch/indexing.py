@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isograd import encoder
+from isograd.core import encoder
+from isograd.core.checks import real_number
+from isograd.core.faults import named
 from isograd.errors import InvalidProblemError, UnsupportedError
-from isograd.faults import named
-from isograd.plan import real_number
 from isograd.torch.ops_gather import GATHER, SCATTER_ADD
 from isograd.torch.ops_router import TOP_K
 from isograd.torch.ops_rows import EMBEDDING, INDEX_ADD, INDEX_SELECT

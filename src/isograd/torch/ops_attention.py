@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isograd.attention.descriptors import DIM_STEP, LEAST_DIM, MOST_DIM
-from isograd.attention.options import AttentionOptions
-from isograd.attention.plans import AttentionBackwardPlan, AttentionPlan
+from isograd.core.plan import Plan
 from isograd.errors import InvalidProblemError, UnsupportedError
-from isograd.plan import Plan
+from isograd.flash_attention.descriptors import DIM_STEP, LEAST_DIM, MOST_DIM
+from isograd.flash_attention.options import AttentionOptions
+from isograd.flash_attention.plans import AttentionBackwardPlan, AttentionPlan
 from isograd.torch import attention_members as members
 from isograd.torch import define
 from isograd.torch.attention_dense import Operands, Tangents, gradient_tangents, tangents

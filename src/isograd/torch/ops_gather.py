@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isograd.core.faults import named
 from isograd.errors import InvalidProblemError
-from isograd.faults import named
 from isograd.gather.plans import ScatterSumPlan, TakeAlongAxisBackwardPlan, TakeAlongAxisPlan
 from isograd.torch import define
 from isograd.torch.tensors import (

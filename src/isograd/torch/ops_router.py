@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isograd.core.faults import named
 from isograd.errors import InvalidProblemError
-from isograd.faults import named
 from isograd.ops.softmax.torch import BACKWARD, FORWARD
 from isograd.router.plans import MoeRouterBackwardPlan, MoeRouterPlan, TopKPlan
 from isograd.torch import define

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isograd.core.faults import named
 from isograd.errors import InvalidProblemError
-from isograd.faults import named
 from isograd.gather.plans import IndexSelectPlan, IndexSumPlan
 from isograd.torch import define, members
 from isograd.torch.tensors import (

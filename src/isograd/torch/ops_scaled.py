@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from isograd import arrays
+from isograd.core import arrays
 from isograd.elementwise import api as elementwise
 from isograd.errors import InvalidProblemError
 from isograd.losses import reductions

@@ -27,9 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isograd import parallel
 from isograd.errors import DeviceMismatchError, InvalidProblemError
-from isograd.fenv import default_environment
 from isograd.optimizers.chunks import chunks
 from isograd.optimizers.numbers import (
     ADAM,
@@ -45,6 +43,8 @@ from isograd.optimizers.numbers import (
 from isograd.optimizers.numbers import (
     SGD as SGD_RULE,
 )
+from isograd.runtime import parallel
+from isograd.runtime.fenv import default_environment
 from isograd.torch import many_tensors as many
 from isograd.torch.tensors import NAMES, refuse, work_dtype
 

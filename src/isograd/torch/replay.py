@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isograd import faults, launches, registry
-from isograd.blocks import BlockEnd
+from isograd.core import faults, registry
+from isograd.runtime import launches
+from isograd.runtime.blocks import BlockEnd
 
 Run = Callable[..., Any]
 # (tensors, their addresses, stream) -> None; a step appends what it makes to both lists.

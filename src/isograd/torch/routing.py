@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from isograd.core.checks import MOST_ELEMENTS, real_number
 from isograd.errors import InvalidProblemError
-from isograd.plan import MOST_ELEMENTS, real_number
 from isograd.router.descriptors import checked_scoring
 from isograd.torch import ops_moe, ops_router_losses
 from isograd.torch.indexing import enter

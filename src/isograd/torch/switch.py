@@ -18,9 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._contextlib import context_decorator
 from torch.utils.checkpoint import checkpoint
 
-from isograd.blocks import held
 from isograd.errors import DeviceMismatchError, IndexOutOfRangeError, InvalidProblemError, UnsupportedError
-from isograd.torch import checkpoints, modes
+from isograd.runtime import modes
+from isograd.runtime.blocks import held
+from isograd.torch import checkpoints
 from isograd.torch.replacements import LEFT, OPENED, OPENED_BACKWARDS, REPLACED, is_plain
 
 Function = TypeVar("Function", bound=Callable[..., Any])

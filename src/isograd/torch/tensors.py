@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isograd import arrays, launches, memory, registry
+from isograd.core import arrays, registry
+from isograd.core.checks import DTYPES as DTYPE_NAMES
+from isograd.core.checks import INDEX_DTYPES as INDEX_DTYPE_NAMES
+from isograd.core.plan import Plan
 from isograd.errors import DeviceMismatchError, InvalidProblemError, UnsupportedError
-from isograd.plan import DTYPES as DTYPE_NAMES
-from isograd.plan import INDEX_DTYPES as INDEX_DTYPE_NAMES
-from isograd.plan import Plan
+from isograd.runtime import launches, memory
 from isograd.torch import sharding
 
 DTYPES = tuple([getattr(torch, name) for name in DTYPE_NAMES])

@@ -16,8 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import isograd
 from isograd import trace_file
-from isograd.blocks import BlockEnd
 from isograd.errors import InvalidProblemError, TraceFileError
+from isograd.runtime.blocks import BlockEnd
 from isograd.torch import digests
 from isograd.torch.module_calls import Call, ModuleCalls, not_compiled, unwrapped
 

@@ -5,7 +5,7 @@ A family has its suites in the file of its name; verify finds the kernels in the
 
 from isograd.cli.suites import attention, cross_entropy, gather, operations, router
 from isograd.core.cases import Case, Suite
-from isograd.fenv import default_environment
+from isograd.runtime.fenv import default_environment
 
 SUITES: dict[str, Suite] = {
     **gather.SUITES,

@@ -11,19 +11,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from isograd.attention import reference
-from isograd.attention.descriptors import (
+from isograd.core.cases import Array, Arrays, Case, Change, Suite, normal, store
+from isograd.core.descriptor import Descriptor
+from isograd.flash_attention import reference
+from isograd.flash_attention.descriptors import (
     AttentionBackwardDescriptor,
     AttentionDeltaDescriptor,
     AttentionDescriptor,
     work_type,
 )
-from isograd.attention.options import AttentionOptions
-from isograd.attention.plans import AttentionBackwardPlan, AttentionDeltaPlan, AttentionPlan
-from isograd.attention.problem import sizes
-from isograd.core.cases import Array, Arrays, Case, Change, Suite, normal, store
+from isograd.flash_attention.options import AttentionOptions
+from isograd.flash_attention.plans import AttentionBackwardPlan, AttentionDeltaPlan, AttentionPlan
+from isograd.flash_attention.problem import sizes
 from isograd.numerics import random
-from isograd.plan import Descriptor
 
 
 class _Shape(NamedTuple):

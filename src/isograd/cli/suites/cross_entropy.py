@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from isograd.core.cases import Array, Arrays, Case, Change, Suite, normal, store
+from isograd.core.descriptor import Descriptor
 from isograd.losses import cross_entropy_reference as reference
 from isograd.losses import linear_reference
 from isograd.losses.cross_entropy_plans import (
@@ -26,7 +27,6 @@ from isograd.losses.linear_plans import (
     LinearCrossEntropyPlan,
 )
 from isograd.numerics import random
-from isograd.plan import Descriptor
 
 _IGNORED = -100
 

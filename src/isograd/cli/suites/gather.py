@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from isograd.core.cases import Array, Arrays, Case, Change, Suite, normal, store
+from isograd.core.descriptor import Descriptor
 from isograd.gather import reference as ref
 from isograd.gather.plans import (
     IndexSelectDescriptor,
@@ -22,7 +23,6 @@ from isograd.gather.plans import (
     TakeAlongAxisPlan,
 )
 from isograd.numerics import random
-from isograd.plan import Descriptor
 
 _BIG = {"float16": 65504.0, "bfloat16": 3.0e38, "float32": 3.0e38, "float64": 1.7e308}
 _TINY = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "float64": 2.0**-1074}

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from isograd.core.cases import Array, Arrays, Case, Change, Suite, normal, store
+from isograd.core.descriptor import Descriptor
 from isograd.numerics import random
-from isograd.plan import Descriptor
 from isograd.router import descriptors as d
 from isograd.router import loss_descriptors, oracle, plans, reference
 

@@ -4,16 +4,17 @@ from typing import Any
 
 import numpy as np
 
-from isograd import arrays, parallel
+from isograd.core import arrays
 from isograd.core.kernel import launcher
 from isograd.errors import IndexOutOfRangeError, InvalidProblemError
-from isograd.fenv import default_environment
 from isograd.numerics.losses import divisor
 from isograd.numerics.storage import address, kernel_type
 from isograd.ops.distillation_loss import numba_rows, numba_top
 from isograd.ops.distillation_loss.reference import temperature_of
 from isograd.reduction.numba_kernels import sum_rows
 from isograd.rows.walk import element_strides, row_walk, work_zero
+from isograd.runtime import parallel
+from isograd.runtime.fenv import default_environment
 
 
 def _check_indices(operation: str, indices: Any, classes: int) -> None:

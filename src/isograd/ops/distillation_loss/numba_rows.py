@@ -1,7 +1,6 @@
 # mypy: ignore-errors
 """Distillation from all of the teacher's logits on the CPU, one row after the other."""
 
-from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import (
     BLOCK,
     empty_work,
@@ -19,6 +18,7 @@ from isograd.numerics.numba_storage import narrow, widen
 from isograd.numerics.numba_sum import block_magnitude
 from isograd.rows.numba_exponentials import largest_quotient, log_sum, quotient, reciprocal, row_shift
 from isograd.rows.numba_rows import fill, scaled, scaled_exponentials, scaled_maximum, stored_sum
+from isograd.runtime.numba_compile import device_function, kernel
 
 
 @device_function

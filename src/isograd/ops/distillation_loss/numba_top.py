@@ -11,7 +11,6 @@ from numba import types
 from numba.extending import overload
 
 from isograd.numerics import constants as c
-from isograd.numerics.numba_compile import INLINED, device_function, kernel
 from isograd.numerics.numba_memory import (
     BLOCK,
     empty_work,
@@ -44,6 +43,7 @@ from isograd.rows.numba_exponentials import (
     term_scale,
 )
 from isograd.rows.numba_rows import block_exponentials, block_maximum, fill, load_scaled, stored_sum
+from isograd.runtime.numba_compile import INLINED, device_function, kernel
 
 _BITS_64 = c.QUANTUM_BITS + c.LIMB_SHIFT_64
 

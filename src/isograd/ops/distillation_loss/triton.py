@@ -5,24 +5,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from isograd import faults
+from isograd.core import faults
 from isograd.core.kernel import launcher
-from isograd.fenv import default_environment
-from isograd.losses.triton_totals import divided
+from isograd.devices.triton_launcher import Launcher, Specification, architecture, c_strides, kept, power_of_two, rows
 from isograd.numerics.losses import divisor
 from isograd.ops.distillation_loss import triton_rows, triton_top
 from isograd.ops.distillation_loss.reference import temperature_of
 from isograd.reduction import cuda as reduction
 from isograd.rows.triton_launch import Tile, tile, words_of
-from isograd.triton_launcher import (
-    Launcher,
-    Specification,
-    architecture,
-    c_strides,
-    kept,
-    power_of_two,
-    rows,
-)
+from isograd.rows.triton_totals import divided
+from isograd.runtime.fenv import default_environment
 
 Strides = tuple[int, ...]
 

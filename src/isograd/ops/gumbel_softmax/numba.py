@@ -7,8 +7,6 @@ from numba import types
 from numba.extending import overload
 
 from isograd.core.kernel import launcher
-from isograd.fenv import default_environment
-from isograd.numerics.numba_compile import INLINED, device_function, kernel
 from isograd.numerics.numba_memory import (
     BLOCK,
     empty_work,
@@ -44,6 +42,8 @@ from isograd.ops.gumbel_softmax.reference import LAST_WORD, number_strides
 from isograd.rows.numba_exponentials import largest_quotient, quotient, reciprocal, row_shift, term_scale
 from isograd.rows.numba_rows import block_exponentials, block_maximum, fill
 from isograd.rows.walk import for_rows
+from isograd.runtime.fenv import default_environment
+from isograd.runtime.numba_compile import INLINED, device_function, kernel
 
 _LONGEST = (1 << 31) - 1
 _MASK, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from isograd.core.kernel import launcher
-from isograd.fenv import default_environment
+from isograd.devices.triton_launcher import Launcher, Specification, architecture, kept, merged, rows
 from isograd.numerics import triton_memory as memory
 from isograd.numerics import triton_ops as ops
 from isograd.ops.gumbel_softmax.reference import number_strides
@@ -24,7 +24,7 @@ from isograd.ops.softmax.triton import launch as softmax
 from isograd.rows import triton_rows
 from isograd.rows import triton_tiles as tiles
 from isograd.rows.triton_launch import Strides, Tile, halves, launch_rows, tile, words_of
-from isograd.triton_launcher import Launcher, Specification, architecture, kept, merged, rows
+from isograd.runtime.fenv import default_environment
 
 _M0, _M1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
 _K0, _K1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)

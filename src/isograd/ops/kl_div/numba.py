@@ -4,11 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from isograd import parallel
 from isograd.core.kernel import launcher
-from isograd.fenv import default_environment
 from isograd.numerics.losses import divisor
-from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import (
     BLOCK,
     load,
@@ -33,6 +30,9 @@ from isograd.numerics.numba_sum import (
 from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
 from isograd.numerics.storage import address, kernel_type
 from isograd.rows.walk import element_strides, piece_walk, work_zero
+from isograd.runtime import parallel
+from isograd.runtime.fenv import default_environment
+from isograd.runtime.numba_compile import device_function, kernel
 
 
 @device_function

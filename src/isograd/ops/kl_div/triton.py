@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 
 from isograd.core.kernel import launcher
+from isograd.devices.triton_launcher import Launcher, Specification, architecture, kept, merged, processors
 from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
 from isograd.numerics import triton_terms as terms
 from isograd.numerics.losses import divisor
 from isograd.numerics.triton_memory import element_offset, wide_int
 from isograd.reduction.triton_kernels import sum_finish
-from isograd.triton_launcher import Launcher, Specification, architecture, kept, merged, processors
 
 Strides = tuple[int, ...]
 _ELEMENTS = 1024  # of a tile of elements

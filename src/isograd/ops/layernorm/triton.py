@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 
 from isograd.core.kernel import launcher
-from isograd.fenv import default_environment
 from isograd.numerics import triton_memory as memory
 from isograd.numerics import triton_ops as ops
 from isograd.numerics.storage import compute_dtype
 from isograd.rows import triton_tiles as tiles
 from isograd.rows.triton_launch import Tile, launch_rows, standing_in, words_of
 from isograd.rows.triton_sums import sums_over_rows
+from isograd.runtime.fenv import default_environment
 
 
 @triton.jit(do_not_specialize=["eps_low", "eps_high"])

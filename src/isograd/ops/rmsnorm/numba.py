@@ -5,8 +5,6 @@ from typing import Any
 import numpy as np
 
 from isograd.core.kernel import launcher
-from isograd.fenv import default_environment
-from isograd.numerics.numba_compile import kernel
 from isograd.numerics.numba_memory import (
     BLOCK,
     empty_work,
@@ -29,6 +27,8 @@ from isograd.numerics.reference import work_dtype
 from isograd.reduction import api as reduction
 from isograd.rows.numba_rows import stored_sum, weigh
 from isograd.rows.walk import for_rows, one_row
+from isograd.runtime.fenv import default_environment
+from isograd.runtime.numba_compile import kernel
 
 
 @kernel

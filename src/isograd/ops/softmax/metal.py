@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
-from isograd import arrays, metal
+from isograd.core import arrays
 from isograd.core.kernel import launcher
-from isograd.layout import merge_dimensions
+from isograd.devices import metal
+from isograd.runtime.layout import merge_dimensions
 
 
 @launcher("softmax")

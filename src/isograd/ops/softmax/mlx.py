@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from isograd import arrays, metal
+from isograd.core import arrays
 from isograd.core.kernel import launcher
+from isograd.devices import metal
 
 _FORWARD = """
   threadgroup long part[512];

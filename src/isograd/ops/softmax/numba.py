@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from isograd.core.kernel import launcher
-from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import (
     BLOCK,
     empty_work,
@@ -52,6 +51,7 @@ from isograd.rows.numba_exponentials import (
 )
 from isograd.rows.numba_rows import exponential_sum, fill_row, row_maximum
 from isograd.rows.walk import for_rows_or_lanes
+from isograd.runtime.numba_compile import device_function, kernel
 
 
 @kernel

@@ -7,7 +7,6 @@ arithmetic is that of `numba.py`.
 
 import numpy as np
 
-from isograd.numerics.numba_compile import device_function, kernel
 from isograd.numerics.numba_memory import (
     load,
     load_block,
@@ -41,6 +40,7 @@ from isograd.rows.numba_lanes import (
     tile_offset,
     tile_width,
 )
+from isograd.runtime.numba_compile import device_function, kernel
 
 
 @kernel

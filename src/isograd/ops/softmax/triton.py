@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 
 from isograd.core.kernel import launcher
+from isograd.devices.triton_launcher import Launcher, Specification, architecture, kept
+from isograd.devices.triton_launcher import rows as rows_of
 from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
 from isograd.numerics.constants import SHORT_ROW
@@ -29,8 +31,6 @@ from isograd.rows import triton_rows as rows
 from isograd.rows.triton_configuration import FORWARD, INT32_ROW, Configuration, configuration
 from isograd.rows.triton_launch import Tile
 from isograd.rows.triton_tiles import broad, columns
-from isograd.triton_launcher import Launcher, Specification, architecture, kept
-from isograd.triton_launcher import rows as rows_of
 
 SOFTMAX, LOG_SOFTMAX = rows.SOFTMAX, rows.LOG_SOFTMAX
 

@@ -13,7 +13,6 @@ from numba.extending import overload
 
 from isograd.core.kernel import launcher
 from isograd.numerics import constants as c
-from isograd.numerics.numba_compile import INLINED, device_function, kernel
 from isograd.numerics.numba_memory import (
     BLOCK,
     empty_work,
@@ -33,6 +32,7 @@ from isograd.numerics.numba_sum import block_magnitude
 from isograd.numerics.numba_wide import add_limbs, limb_shift, one_wide, split_term, term_bias, to_float, wide_to_pair
 from isograd.rows.numba_rows import block_maximum, fill, stored_sum
 from isograd.rows.walk import for_rows
+from isograd.runtime.numba_compile import INLINED, device_function, kernel
 
 _SCALE_32 = np.float32(2.0 ** (c.QUANTUM_BITS - c.LIMB_SHIFT_32))
 _SCALE_64 = np.float64(2.0**c.QUANTUM_BITS)

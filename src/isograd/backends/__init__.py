@@ -1,0 +1,1 @@
+"""What compiles and launches the kernels of operations: one file a backend, `BACKEND` in each."""

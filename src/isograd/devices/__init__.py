@@ -1,0 +1,1 @@
+"""What kernels on a kind of device have in common, and how they are launched."""
