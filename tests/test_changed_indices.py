@@ -7,7 +7,7 @@ import pytest
 CODE = """
     import numpy as np
     import isograd as ig
-    from isograd import parallel
+    from isograd.runtime import parallel
 
     rng = np.random.default_rng(0)
     launch = parallel.for_ranges

@@ -350,7 +350,7 @@ def test_keyboard_interrupt_during_a_long_call(run_python):
 @pytest.mark.thorough
 def test_keyboard_interrupt_while_a_helper_finishes(run_python):
     code = """
-    from isograd import parallel
+    from isograd.runtime import parallel
     signal.signal(signal.SIGINT, signal.default_int_handler)
     started, finished = threading.Event(), []
 

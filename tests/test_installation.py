@@ -155,7 +155,7 @@ def test_without_any_writable_folder_kernels_still_work(run_python, right, packa
 
 def test_the_cache_key_holds_every_source_that_kernels_are_made_of(package_copy):
     def digest():
-        path = package_copy / "isograd" / "numerics" / "numba_compile.py"
+        path = package_copy / "isograd" / "runtime" / "numba_compile.py"
         specification = importlib.util.spec_from_file_location("copied_numba_compile", path)
         module = importlib.util.module_from_spec(specification)
         specification.loader.exec_module(module)

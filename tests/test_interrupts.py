@@ -18,7 +18,7 @@ PRELUDE = """
 import faulthandler, os, random, signal, sys, threading, time
 import numpy as np
 import isograd as ig
-from isograd import fenv, parallel
+from isograd.runtime import fenv, parallel
 
 faulthandler.dump_traceback_later(100, exit=True, repeat=False)
 rng = np.random.default_rng(0)
@@ -346,7 +346,7 @@ def test_an_interrupted_fork_leaves_no_lock(run_python):
 def test_a_call_in_a_new_thread_is_over_when_it_was_interrupted(run_python):
     # The process waits in the end for those that are not.
     code = """
-    from isograd import stacks
+    from isograd.runtime import stacks
     step, done = 0, False
     while not done:
         step, seen, ran = step + 1, 0, []
@@ -477,7 +477,7 @@ def test_blocks_whose_end_was_interrupted_have_ended(run_python):
     # At every Python call between the block's last line and the first one behind it.
     code = """
     import contextlib
-    from isograd import faults, registry
+    from isograd.core import faults, registry
 
     def state():
         return faults._debugging, registry._preferred, len(faults._called.namings)

@@ -7,6 +7,7 @@ import pytest
 from cross_entropy_problems import NUMPY, raw, work
 
 import isograd as ig
+import isograd.core.arrays
 from isograd.losses import linear_cpu
 from isograd.losses import linear_reference as reference
 
@@ -85,7 +86,7 @@ def test_batch_and_order():
 def bounded(given, options, g, kernel):
     """What a kernel promises for inputs: the bounds of all results, and how the losses' plan states its own."""
     rows, features = given["hidden"].shape
-    fields = (rows, features, len(given["weight"]), ig.arrays.describe(given["hidden"], "", "")[1], "int64")
+    fields = (rows, features, len(given["weight"]), isograd.core.arrays.describe(given["hidden"], "", "")[1], "int64")
     fields += (
         "bias" in given,
         "class_weight" in given,

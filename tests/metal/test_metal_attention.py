@@ -39,7 +39,7 @@ SHAPES = (
 
 @pytest.fixture(scope="module")
 def compiled() -> Library:
-    return Library(metal.source("attention"), QUICK)
+    return Library(metal.source("flash_attention"), QUICK)
 
 
 def _problem(shape: tuple[Any, ...], dtype: str) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, Any]]:
@@ -226,10 +226,10 @@ def test_scores_that_are_not_finite(compiled: Library) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("which", needed_barriers("attention"))
+@pytest.mark.parametrize("which", needed_barriers("flash_attention"))
 def test_a_removed_barrier_is_found(which: int) -> None:
     a, fields = _problem((1, 1, 1, 40, 50, 64, 64, True), "float32")
-    library = Library(without_barrier(metal.source("attention"), which), ("-O0",))
+    library = Library(without_barrier(metal.source("flash_attention"), which), ("-O0",))
     options = fields["options"]
     exact = reference.oracle_attention(a["q"], a["k"], a["v"], options)
     o, lse = exact[0].astype(np.float32), exact[1].astype(np.float32)

@@ -180,7 +180,7 @@ def test_attention(shape: tuple[int, ...], dtype: str) -> None:
         for source in graph.sources:
             assert complaints(source) == []
         outputs = {o.name: tensor(np.zeros(o.shape, _numpy(o.dtype))) for o in descriptor.operands() if o.output}
-        compiled = library(metal.source("attention"), ("-O0",))
+        compiled = library(metal.source("flash_attention"), ("-O0",))
         run(
             MetalAttention(),
             descriptor,

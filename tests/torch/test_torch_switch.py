@@ -155,7 +155,7 @@ def test_indexing_and_losses_that_are_left_to_torch():
         ("torch.topk", lambda: torch.topk(x, 0), "k is 0"),
         ("torch.nn.functional.embedding", lambda: F.embedding(index % 3, x.clone(), max_norm=1.0), "max_norm is 1.0"),
         ("torch.nn.functional.cross_entropy", lambda: F.cross_entropy(x, index[:, 0], reduce=False), "reduce is False"),
-        ("torch.nn.functional.kl_div", lambda: F.kl_div(x, x[:1].exp()), "input has shape"),
+        ("torch.nn.functional.kl_div", lambda: F.kl_div(x, x[:1].exp()), "target has shape"),
         ("torch.nn.functional.embedding_bag", lambda: F.embedding_bag(index % 3, x), "adds up repeated indices"),
         ("torch.Tensor.scatter_reduce", lambda: x.scatter_reduce(1, index, x, "sum"), "adds up repeated indices"),
         ("torch.scatter_add", lambda: torch.scatter_add(x.as_subclass(Subclass), 1, index, x), "Subclass"),

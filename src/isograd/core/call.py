@@ -9,7 +9,6 @@ The result is of the first input's kind. Inside an `Encoder` the plan is recorde
 """
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -23,13 +22,6 @@ from isograd.errors import IsogradError
 # For a type of arrays of its own, a front end's (operation with a vjp, inputs, attributes) -> outputs.
 front_ends: dict[type, Callable[[Operation, tuple[Any, ...], tuple[Any, ...]], Any]] = {}
 _PLAIN = {"int": int, "float": float}  # by what schemas call them: attributes that are plain as they come
-
-
-@functools.cache
-def _torch() -> Callable[..., Any]:
-    """Torch's front end. The first tensor loads it; an import would close a circle."""
-    applied: Callable[..., Any] = importlib.import_module("isograd.torch.bind").applied
-    return applied
 
 
 @functools.cache
@@ -57,7 +49,9 @@ def function(op: Operation) -> Callable[..., Any]:
                 if differentiable and (front_end := front_ends.get(type(value))) is not None:
                     return front_end(op, inputs, values)
                 if arrays.is_tensor(value):
-                    return _torch()(op, inputs, values, wanted, out)
+                    from isograd.torch import bind
+
+                    return bind.applied(op, inputs, values, wanted, out)
         return run(inputs, values, wanted, out)
 
     return called

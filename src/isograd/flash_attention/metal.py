@@ -66,7 +66,7 @@ def delta_layout(batch: int, heads: int, length: int, columns: int, *strides: tu
 class AttentionInMetal(Kernel):
     """What the family's kernels in Metal have in common, whoever launches them."""
 
-    family = "attention"
+    family = "flash_attention"
 
     def sku(self, descriptor: Any) -> KernelSku:
         """The kernel's identity."""

@@ -48,7 +48,10 @@ def _rows(shape: Strides, strides: tuple[Strides, ...], axis: int, fixed: _Fixed
     shape_of_tile = (size.block, size.rows, size.group, size.vector, n <= size.block)
     tail = (*sizes, *problem.strides, *shape_of_tile, *fixed.last)
     programs = problem.outer * -(-problem.inner // size.rows)
-    return Launcher(fixed.kernel, Specification(tail, programs, size.warps))
+    # How many rows there are says nothing of how memory is read where a row's elements are neighbours.
+    neighbours = all(problem.axis_strides[i] == 1 for i in fixed.whole)
+    free = tuple([name for name in ("divisor", "inner") if neighbours and name in fixed.kernel.arg_names])
+    return Launcher(fixed.kernel, Specification(tail, programs, size.warps, free=free))
 
 
 def _reduced(losses: torch.Tensor, share: int) -> torch.Tensor:
