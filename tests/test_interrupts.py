@@ -300,7 +300,7 @@ def test_forks_while_another_thread_compiles(run_python):
 
 def test_an_interrupted_fork_leaves_no_lock(run_python):
     code = """
-    from isograd.numerics import numba_compile as compiling
+    from isograd.runtime import numba_compile as compiling
 
     def free():
         owners = []

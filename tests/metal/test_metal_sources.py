@@ -7,7 +7,7 @@ import pytest
 
 from isograd.devices import metal
 
-PACKAGE = Path(metal.__file__).parent
+PACKAGE = Path(metal.__file__).parent.parent
 FAMILIES = sorted(path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("metal_kernels.metal"))
 _HEADER = "#include <metal_stdlib>\nusing namespace metal;\n"
 _ENTRY = "kernel void k(device float* o [[buffer(0)]], constant float* c [[buffer(1)]]) "
