@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from isograd.exported import *  # noqa: F403
     from isograd.public import *  # noqa: F403
     from isograd.public import __all__ as __all__
 else:

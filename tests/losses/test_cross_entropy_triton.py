@@ -23,7 +23,7 @@ CASES = {
     "zeros": (12, 48),
     "faults": (6, 6),
     "parts": (24, 48),
-    "linear": (14, 60),
+    "linear": (16, 72),
     "reductions": (33, 33),
 }
 QUICK = ("hard", "zeros", "faults", "reductions")
