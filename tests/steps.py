@@ -9,6 +9,7 @@ def at_step(number, function, action, *files):
     Counted are the steps in the files of these names.
     """
     steps = 0
+    before = sys.gettrace()  # that of a measurement of coverage
 
     def trace(frame, event, argument):
         nonlocal steps
@@ -28,7 +29,7 @@ def at_step(number, function, action, *files):
     try:
         function()
     finally:
-        sys.settrace(None)
+        sys.settrace(before)
     return steps >= number
 
 
