@@ -4,13 +4,23 @@ An attribute is looked at twice. `plain` needs nothing but the value and makes i
 be asked with. `checked` knows the problem's shape too and returns what kernels are handed.
 """
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
 
 from isograd.core import arrays
-from isograd.core.checks import INDEX_DTYPES, checked_axis, checked_dtype, integer, real_number
+from isograd.core.checks import (
+    DTYPES,
+    INDEX_DTYPES,
+    checked_axis,
+    checked_dtype,
+    checked_shape,
+    integer,
+    integer_within,
+    real_number,
+)
 from isograd.errors import InvalidProblemError
 from isograd.numerics.storage import compute_dtype
 
@@ -19,11 +29,12 @@ class Attribute(ABC):
     """An argument of an operation that is no array.
 
     kind: what torch's schemas call its type. per_call: whether it is a number that kernels take as they run, so that
-    one plan serves all its values.
+    one plan serves all its values. required: whether it has no default; a descriptor has these between shape and dtype.
     """
 
     kind: str
     per_call = False
+    required = False
 
     def __init__(self, default: Any) -> None:
         self.default = default
@@ -75,6 +86,81 @@ class Real(Attribute):
                 f"{operation}: {argument} is {number!r}; accepted: numbers from {self._least:g} to {self._most:g}"
             )
         return number
+
+
+class Integer(Attribute):
+    """An integer, from `least` up where that is given; the operation's own check knows what else bounds it."""
+
+    kind = "SymInt"
+
+    def __init__(self, default: int | None = None, least: int | None = None) -> None:
+        super().__init__(default)
+        self.required, self.least = default is None, least
+
+    def plain(self, operation: str, argument: str, value: Any) -> int:
+        """The integer as an int."""
+        return integer(operation, argument, value)
+
+    def checked(self, operation: str, argument: str, value: Any, shape: tuple[int, ...], dtype: str) -> int:
+        """The integer, which is not too small."""
+        if self.least is None:
+            return integer(operation, argument, value)
+        return integer_within(operation, argument, value, self.least)
+
+
+_LARGEST = {"float32": (2 - 2.0**-24) * 2.0**127, "float64": math.inf}  # what rounds to infinity, from there on
+
+
+class Factor(Attribute):
+    """A number that is finite in the type which is computed in."""
+
+    kind = "float"
+
+    def __init__(self, default: float = 1.0) -> None:
+        super().__init__(default)
+
+    def plain(self, operation: str, argument: str, value: Any) -> float:
+        """The number as a float."""
+        return self._finite(operation, argument, value, "float64")
+
+    def checked(self, operation: str, argument: str, value: Any, shape: tuple[int, ...], dtype: str) -> float:
+        """The number, which is finite; -0 as +0, so that plans for both are equal."""
+        return self._finite(operation, argument, value, compute_dtype(dtype)) + 0.0
+
+    @staticmethod
+    def _finite(operation: str, argument: str, value: Any, work: str) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _LARGEST[work]:
+            kind = "finite number" if work == "float64" else "number that is finite in float32"
+            raise InvalidProblemError(f"{operation}: {argument} is {value!r}; expected a {kind}")
+        return real_number(operation, argument, value)
+
+
+class Sizes(Attribute):
+    """The shape of a problem whose array is an output, as the gradient of an input that its vjp does not read."""
+
+    kind = "SymInt[]"
+    required = True
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def plain(self, operation: str, argument: str, value: Any) -> tuple[int, ...]:
+        """The shape as plain ints."""
+        return checked_shape(operation, argument, value)
+
+
+class StorageDtype(Attribute):
+    """The dtype of such a problem."""
+
+    kind = "ScalarType"
+    required = True
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def plain(self, operation: str, argument: str, value: Any) -> str:
+        """The dtype's name."""
+        return checked_dtype(operation, value, DTYPES, argument)
 
 
 class Scale(Attribute):
@@ -156,7 +242,15 @@ class Measured(Attribute):
 
 
 class SizeOf(Measured):
-    """How many elements of each row an input has; None where it is not there."""
+    """How many elements of each row an input has, at most all; None where it is not there.
+
+    repeated: whether it may have one more than once, so that nothing bounds their number. required: whether the input
+    is always there.
+    """
+
+    def __init__(self, of: str, *, repeated: bool = False, required: bool = False) -> None:
+        super().__init__(of)
+        self._repeated, self.required = repeated, required
 
     def measure(self, operation: str, array: Any) -> Any:
         """The size of its last dimension."""
@@ -164,10 +258,31 @@ class SizeOf(Measured):
 
     def checked(self, operation: str, argument: str, value: Any, shape: tuple[int, ...], dtype: str) -> Any:
         """The size, of one element to all."""
-        if value is not None and not 1 <= value <= shape[-1]:
+        if value is None and not self.required:
+            return None
+        if self._repeated:
+            return integer_within(operation, argument, value, 1)
+        if not 1 <= (number := integer(operation, argument, value)) <= shape[-1]:
             raise InvalidProblemError(
-                f"{operation}: {argument} is {value}; accepted for shape {shape}: 1 to {shape[-1]}"
+                f"{operation}: {argument} is {number}; accepted for shape {shape}: 1 to {shape[-1]}"
             )
+        return number
+
+
+class HasRows(Measured):
+    """Whether an input has an element for every one of the problem's, and not for one row alone."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__(of, default=False)
+
+    def measure(self, operation: str, array: Any) -> bool:
+        """Whether it has more than one dimension."""
+        return array is not None and len(array.shape) > 1
+
+    def checked(self, operation: str, argument: str, value: Any, shape: tuple[int, ...], dtype: str) -> bool:
+        """The flag."""
+        if not isinstance(value, bool):
+            raise InvalidProblemError(f"{operation}: {argument} is {value!r}; it takes True or False")
         return value
 
 

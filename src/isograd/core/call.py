@@ -33,8 +33,8 @@ def function(op: Operation) -> Callable[..., Any]:
     operation that has one, which comes back. Tensors go to torch's front end, where gradients are recorded.
     """
     name, run = op.name, planned(op)
-    checks = [(key, a.plain, _PLAIN.get(a.kind)) for key, a in op.given.items()]
-    differentiable = op.vjp is not None
+    checks = [(key, a.plain, _PLAIN.get(a.kind)) for key, a in op.arguments.items()]
+    differentiable = op.vjp is not None or op.pullback is not None
 
     def called(
         inputs: tuple[Any, ...], attributes: tuple[Any, ...], wanted: tuple[str, ...] = (), out: Any = None
@@ -60,7 +60,9 @@ def function(op: Operation) -> Callable[..., Any]:
 @functools.cache
 def planned(op: Operation) -> Callable[..., Any]:
     """The same for attributes that were checked, by a plan for any kind of arrays; gradients are refused."""
-    name, problem, names, alike = op.name, op.problem, tuple(op.inputs), op.alike
+    name, names, alike = op.name, tuple(op.inputs), op.alike
+    like_of = names[0] if op.shaped else op.problem
+    shaped, integral, bare = op.shaped, op.integral, {key for key, a in op.inputs.items() if a.dtype}
     absent = any(a.optional for a in op.inputs.values())
     optional = [i for i, key in enumerate(names) if key in op.optional]
     asked = [key for key, a in op.outputs.items() if a.optional]
@@ -78,16 +80,19 @@ def planned(op: Operation) -> Callable[..., Any]:
                 where = "by an encoder" if out is None else "where out is given"
                 functional.refuse_gradients(name, operands, f"{where}; use")
                 break
-        like = operands[problem]
-        device, dtype = arrays.describe(like, name, problem)
+        like = operands[like_of]
+        device, dtype = arrays.describe(like, name, like_of, integral or like_of in bare)
+        shape = like.shape
+        if shaped:
+            shape, dtype, values = values[0], values[1], values[2:]
         if measured:
             values = op.complete(values, operands)
         if optional or asked:
             values = (*values, *[inputs[i] is not None for i in optional], *[key in wanted for key in asked])
-        plan, _, outputs = op.planned(device, like.shape, dtype, *values)
+        plan, _, outputs = op.planned(device, shape, dtype, *values)
         if out is None:
-            for key, shape, of in outputs:
-                operands[key] = functional.empty_like(like) if key in alike else functional.empty(shape, of, like)
+            for key, size, of in outputs:
+                operands[key] = functional.empty_like(like) if key in alike else functional.empty(size, of, like)
             plan.run(**operands)
             results = [operands[key] for key in plan.outputs]
             if encoder.recordings:

@@ -150,9 +150,15 @@ class _Rows:
     def __init__(self, op: Operation) -> None:
         self._op = op
 
+    def _like(self, case: Case) -> Array:
+        """What has the problem's shape."""
+        if self._op.shaped:
+            return np.broadcast_to(np.zeros(()), case.options["shape"])
+        return case.inputs[self._op.problem]
+
     def _moved(self, case: Case, along: Callable[[Array, int], Array], across: Callable[[Array, int], Array]) -> Change:
         """A change of the axis (`along`) and of the first other axis (`across`) in whatever has them."""
-        like = case.inputs[self._op.problem]
+        like = self._like(case)
         settings = {"reduction": self._op.reduction(case.options)}
         axis = int(case.options.get("axis", -1)) % like.ndim
         dim = 0 if axis else 1
@@ -193,7 +199,7 @@ class _Rows:
         def last(array: Array, axis: int) -> Array:
             return np.take(array, range(array.shape[axis] // 2, array.shape[axis]), axis)
 
-        like = case.inputs[self._op.problem]
+        like = self._like(case)
         if self._op.ordered and int(case.options.get("axis", -1)) % like.ndim == 0:
             return  # what would be cut is not a part that follows another
         counts = [key for key, a in self._op.attributes.items() if isinstance(a, Word) and a.counts]
@@ -226,11 +232,12 @@ def _kept(array: Array, axis: int) -> Array:
 
 
 def suite(
-    op: Operation,
-    cases: Callable[[str], Iterator[Case]],
-    order: Callable[[Case], Iterator[Change]] | None = None,
+    op: Operation, cases: Callable[[str], Iterator[Case]], own: Mapping[str, Callable[[Case], Iterator[Change]]]
 ) -> Suite:
-    """How an operation is verified, from its declaration and its cases; order: where inputs name places of others."""
+    """How an operation is verified, from its declaration and its cases.
+
+    own: changes of its own for an invariance, where inputs name places of others.
+    """
     rows = _Rows(op)
     make: Callable[..., Descriptor] = op.descriptor_type
 
@@ -239,11 +246,13 @@ def suite(
         for key, a in op.attributes.items():
             if isinstance(a, Measured):
                 given[key] = a.measure(op.name, case.inputs.get(a.of))
-        return make(case.inputs[op.problem].shape, dtype, **given, **case.options)
+        given |= {"dtype": dtype, **case.options}
+        return make(**given) if op.shaped else make(case.inputs[op.problem].shape, **given)
 
     changes: dict[str, Callable[[Case], Iterator[Change]]] = {"batch": rows.batch, "layout": layout}
     if not op.ordered:
-        changes["order"] = order or rows.order
+        changes["order"] = rows.order
     if op.padding is not None:
         changes["padding"] = rows.padding
+    changes |= own
     return Suite(op.plan_type, descriptor, op.reference, op.oracle, cases, changes, op.dtypes)

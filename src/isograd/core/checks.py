@@ -36,6 +36,15 @@ def integer(operation: str, argument: str, value: Any) -> int:
     return number
 
 
+def integer_within(operation: str, argument: str, value: Any, least: int, most: int | None = None) -> int:
+    """An integer from `least` to `most` or to what an array holds; InvalidProblemError says what is wrong with it."""
+    number = integer(operation, argument, value)
+    if not least <= number <= (MOST_ELEMENTS if most is None else most):
+        accepted = f"{least} to {most}" if most is not None else f"at least {least}, up to 2^56"
+        raise InvalidProblemError(f"{operation}: {argument} is {number}; accepted: {accepted}")
+    return number
+
+
 def real_number(operation: str, argument: str, value: Any) -> float:
     """A number as a float; InvalidProblemError for anything else, and for an integer beyond all floats."""
     if type(value) is float:

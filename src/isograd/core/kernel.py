@@ -17,11 +17,10 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
-from isograd.core.checks import DTYPES
+from isograd.core.checks import DTYPES, INDEX_DTYPES
 from isograd.core.descriptor import Kernel, KernelSku, PrecisionGuarantee
 from isograd.core.operation import Operation
 from isograd.errors import InvalidProblemError
-from isograd.numerics.storage import compute_dtype
 from isograd.runtime.fenv import default_environment
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -54,7 +53,7 @@ class Backend(ABC):
 
     name: str
     device: str
-    dtypes: tuple[str, ...] = DTYPES
+    dtypes: tuple[str, ...] = (*DTYPES, *INDEX_DTYPES)
 
     def unavailable(self) -> str | None:
         """Why its kernels cannot run on this machine, or None."""
@@ -112,7 +111,7 @@ class OperationKernel(Kernel):
             category=self._module.split(".")[-2],
             op=op.name,
             dtype=dtype,
-            aux_dtype=compute_dtype(dtype),
+            aux_dtype=op.work_dtype(dtype),
             layout="strided",
             epilogue="none",
             arch=self._backend.architecture(),

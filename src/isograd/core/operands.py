@@ -19,8 +19,8 @@ class Array:
     """An array of an operation.
 
     optional: whether an input may be left out, and an output is computed on request only. over: the inputs that an
-    output may overwrite. compute: whether the dtype is the one that the problem's is computed in. dtype: the attribute
-    that has it where it is neither.
+    output may overwrite. compute: whether the dtype is the one that the problem's is computed in. dtype: its name, or
+    the attribute that has it, where it is neither.
     """
 
     optional: bool = False
@@ -78,18 +78,47 @@ class AlongAxis(Array):
 
 @dataclass(frozen=True, slots=True)
 class Chosen(Array):
-    """An array with some elements of every row of the last axis, as many as an attribute says, or with all."""
+    """An array with some elements of every row, as many as an attribute says, or with all."""
 
     count: str = ""
 
     def shape(self, shape: Sequence[Size], axis: int, settings: Settings = NOTHING) -> tuple[Size, ...]:
         """The problem's with as many."""
         count: Size | None = settings.get(self.count)
-        return tuple(shape) if count is None else (*shape[:-1], count)
+        axis %= len(shape)
+        return tuple(shape) if count is None else (*shape[:axis], count, *shape[axis + 1 :])
 
     def place(self, axis: int, dim: int, settings: Settings = NOTHING) -> int | None:
         """The same place."""
         return dim
+
+
+@dataclass(frozen=True, slots=True)
+class AlongOrLike(Array):
+    """An array of one row, or of the problem's shape where the attribute `rows` says so."""
+
+    rows: str = ""
+
+    def shape(self, shape: Sequence[Size], axis: int, settings: Settings = NOTHING) -> tuple[Size, ...]:
+        """The length of the axis, or the same."""
+        return tuple(shape) if settings.get(self.rows) else (shape[axis],)
+
+    def place(self, axis: int, dim: int, settings: Settings = NOTHING) -> int | None:
+        """The axis alone, or the same place."""
+        return dim if settings.get(self.rows) else 0 if dim == axis else None
+
+
+@dataclass(frozen=True, slots=True)
+class Total(Array):
+    """One number of all rows, or with the attribute `batched` one for every place in the first dimension."""
+
+    def shape(self, shape: Sequence[Size], axis: int, settings: Settings = NOTHING) -> tuple[Size, ...]:
+        """None, or the first dimension."""
+        return tuple(shape[:1]) if settings.get("batched") else ()
+
+    def place(self, axis: int, dim: int, settings: Settings = NOTHING) -> int | None:
+        """None: a part of the rows has another total."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ from dataclasses import field, make_dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
 from isograd.core import registry
-from isograd.core.attributes import Attribute, Choice, Measured, SizeOf
-from isograd.core.checks import DTYPES, checked_dtype, checked_shape
+from isograd.core.attributes import Attribute, Choice, Measured, SizeOf, Sizes, StorageDtype
+from isograd.core.checks import DTYPES, INDEX_DTYPES, checked_dtype, checked_shape
 from isograd.core.descriptor import Descriptor, ErrorBound, Operand, PrecisionGuarantee
-from isograd.core.operands import AlongAxis, Array, Like, Loss
+from isograd.core.operands import AlongAxis, Array, Like, Loss, Total
 from isograd.core.plan import Plan
 from isograd.errors import InvalidProblemError
 from isograd.numerics.storage import compute_dtype
@@ -64,7 +64,10 @@ class OperationDescriptor(Descriptor):
             if not isinstance(value, bool):
                 raise InvalidProblemError(f"{op.name}: {key} is {value!r}; it takes True or False")
         make: Callable[..., Self] = type(self)
-        return make(shape, dtype, *values, *given)
+        checked = make(**dict(zip(op.fields, (shape, dtype, *values, *given), strict=True)))
+        if op.check is not None:
+            op.check(checked)
+        return checked
 
 
 class Planned(NamedTuple):
@@ -83,7 +86,10 @@ class Operation:
     kernel returns, and oracle: the same formula in the widest float, both called with inputs and attributes by name and
     returning the outputs, those of an optional output only where it is asked for. bound: (dtype, inputs, attributes) ->
     a bound on the error of every output; formula: the same for people. vjp: the operation that computes the gradients
-    of the inputs. problem: the input that has the problem's shape and dtype. symmetric: whether its Jacobian is, so
+    of the inputs. problem: the array that has the problem's shape and dtype; where it is an output, these are the first
+    two arguments after the inputs. check: raises what is wrong with a descriptor whose attributes are each accepted.
+    pullback: (gradient of the first output, inputs, outputs, attributes) -> gradients of the inputs by name, in NumPy,
+    for the tape, where no operation is the vjp. symmetric: whether its Jacobian is, so
     that the vjp serves as the jvp too. linear: the input of a gradient that it is linear in, with a symmetric Jacobian,
     while nothing else has a derivative. straight_through: the attributes whose other values change the outputs and
     leave the gradient as it is: the vjp reads the outputs for these. ordered: whether the place of an element matters,
@@ -104,6 +110,8 @@ class Operation:
         formula: str,
         vjp: str | None = None,
         problem: str | None = None,
+        check: Callable[[Any], None] | None = None,
+        pullback: Callable[..., Mapping[str, Any]] | None = None,
         symmetric: bool = False,
         linear: str | None = None,
         straight_through: Mapping[str, Any] | None = None,
@@ -115,6 +123,7 @@ class Operation:
         self.name, self.attributes, self.inputs, self.outputs = name, attributes, inputs, outputs
         self.reference, self.oracle, self.bound, self.formula = reference, oracle, bound, formula
         self.vjp, self.symmetric, self.linear = vjp, symmetric, linear
+        self.check, self.pullback = check, pullback
         self.straight_through, self.ordered = straight_through or {}, ordered
         self.padding, self.least_rank, self.dtypes = padding, least_rank, dtypes
         # What is given of the attributes; the others are measured.
@@ -125,13 +134,21 @@ class Operation:
         self.present = {key: sized.get(key, key) for key, a in arrays.items() if a.optional}
         self.optional = tuple([key for key, field in self.present.items() if key == field])
         every = [a for a in arrays.values() if isinstance(a, Loss)]
-        self.elementwise = "axis" not in attributes and not any(a.rows for a in every)
+        self.elementwise = "axis" not in attributes and all(isinstance(a, (Like, Loss)) for a in arrays.values())
+        self.elementwise = self.elementwise and not any(a.rows for a in every)
         # The last one, as a gradient may be expanded.
         self.problem = problem or [key for key, a in inputs.items() if isinstance(a, Like)][-1]
+        # What a call is given besides arrays.
+        self.shaped, self.integral = self.problem in outputs, dtypes[0] in INDEX_DTYPES
+        self.arguments: dict[str, Attribute] = {"shape": Sizes(), "dtype": StorageDtype()} if self.shaped else {}
+        self.arguments |= self.given
+        # Of the descriptor, in the order of `planned`; positions put what has no default before the dtype.
+        self.fields = ("shape", "dtype", *attributes, *self.optional)
         self.descriptor_type = self._descriptor_type()
         self.plan_type = self._plan_type()
         # Outputs that are laid out as the problem's array.
-        self.alike = frozenset([key for key, a in outputs.items() if isinstance(a, Like) and not a.compute])
+        alike = [key for key, a in outputs.items() if isinstance(a, Like) and not (a.compute or a.dtype)]
+        self.alike = frozenset([] if self.shaped else alike)
         self.planned = self._planned()
 
     def __repr__(self) -> str:
@@ -145,8 +162,12 @@ class Operation:
 
     def _descriptor_type(self) -> type[OperationDescriptor]:
         name, where = self._typed("Descriptor")
-        fields: list[Any] = [("shape", tuple[int, ...]), ("dtype", str)]
-        fields += [(key, type(a.default), field(default=a.default)) for key, a in self.attributes.items()]
+        fields: list[Any] = [("shape", tuple[int, ...])]
+        fields += [(key, int) for key, a in self.attributes.items() if a.required]
+        fields.append(("dtype", str, field(default="int64")) if self.integral else ("dtype", str))
+        fields += [
+            (key, type(a.default), field(default=a.default)) for key, a in self.attributes.items() if not a.required
+        ]
         fields += [(key, bool, field(default=False)) for key in self.optional]
         arrays = ", ".join([*self.inputs, *self.outputs])
         where |= {
@@ -169,7 +190,7 @@ class Operation:
         @functools.lru_cache(maxsize=4096)
         def select(device: str, generation: int, *fields: Any) -> Planned:
             make: Callable[..., OperationDescriptor] = self.descriptor_type
-            plan = self.plan_type.select(make(*fields), device)
+            plan = self.plan_type.select(make(**dict(zip(self.fields, fields, strict=True))), device)
             operands = plan.descriptor.operands()
             arrays = {w: [(o.name, o.shape, o.dtype) for o in operands if o.output is w] for w in (False, True)}
             return Planned(plan, tuple(arrays[False]), tuple(arrays[True]))
@@ -204,6 +225,8 @@ class Operation:
         """
         reduction = self.reduction(settings)
         if any(isinstance(a, Loss) for a in self.inputs.values()) and reduction not in ("none", "sum"):
+            return False
+        if any(isinstance(a, Total) for a in (*self.inputs.values(), *self.outputs.values())):
             return False
         return not any(
             (isinstance(a, AlongAxis) and settings.get(key, not a.optional))
@@ -247,7 +270,7 @@ class Operation:
         axis = settings.get("axis", -1)
 
         def dtype(a: Array) -> str:
-            return str(settings[a.dtype]) if a.dtype else compute if a.compute else descriptor.dtype
+            return str(settings.get(a.dtype, a.dtype)) if a.dtype else compute if a.compute else descriptor.dtype
 
         return tuple(
             [
@@ -257,6 +280,10 @@ class Operation:
             ]
         )
 
+    def work_dtype(self, dtype: str) -> str:
+        """The name of the type that a dtype is computed in."""
+        return "int64" if self.integral else compute_dtype(dtype)
+
     def guarantee(self, dtype: str) -> PrecisionGuarantee:
         """What every kernel promises: the bits of the reference, and the bound."""
 
@@ -264,7 +291,7 @@ class Operation:
             return self.bound(dtype, **given)
 
         return PrecisionGuarantee(
-            math_precision=compute_dtype(dtype),
+            math_precision="exact integers" if self.integral else compute_dtype(dtype),
             accumulator="exact integers in fixed point",
             deterministic=True,
             bit_stable_on_same_hardware=True,

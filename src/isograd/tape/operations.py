@@ -12,8 +12,9 @@ from isograd.tape.variable import Variable, apply
 
 def record(op: Operation, inputs: tuple[Any, ...], attributes: tuple[Any, ...]) -> Any:
     """Compute an operation and record it: its first output is a variable, others are arrays, which get no gradient."""
-    assert op.vjp is not None
     encoder.refuse(op.name, "an input is a tape variable")
+    if op.vjp is None:
+        return _pulled_back(op, inputs, attributes)
     vjp, upstream = OPERATIONS[op.vjp], f"d{next(iter(op.outputs))}"
     gradients = op.gradients(vjp)
     given = {key: value for key, value in zip(op.inputs, inputs, strict=True) if value is not None}
@@ -21,7 +22,7 @@ def record(op: Operation, inputs: tuple[Any, ...], attributes: tuple[Any, ...]) 
     given = {key: value for key, value in given.items() if key in gradients}
     wanted = tuple([gradients[key] for key, value in given.items() if isinstance(value, Variable)])
     computed = tuple([key for key, a in vjp.outputs.items() if not a.optional or key in wanted])
-    handed = dict(zip(op.given, attributes, strict=True))
+    handed: dict[str, Any] = dict(zip(op.given, attributes, strict=True))
     through = tuple((handed | dict(op.straight_through)).values())
     others: list[Array] = []
 
@@ -31,6 +32,8 @@ def record(op: Operation, inputs: tuple[Any, ...], attributes: tuple[Any, ...]) 
         results = _several(call.function(op)(taken, attributes))
         others.extend(results[1:])
         arrays |= zip(op.outputs, results, strict=True)
+        if vjp.shaped:
+            handed.update(shape=arrays[op.problem].shape, dtype=arrays[op.problem].dtype.name)
         again = functools.partial(call.function(op), taken, through) if through != attributes else None
         saved = {key: arrays[key] for key in vjp.inputs if key in (arrays if again is None else op.inputs)}
         latest: list[tuple[Array, dict[str, Array]]] = []
@@ -42,7 +45,7 @@ def record(op: Operation, inputs: tuple[Any, ...], attributes: tuple[Any, ...]) 
                     among = saved | {upstream: g}
                     if again is not None:
                         among |= zip(op.outputs, _several(again()), strict=True)
-                    settings = tuple([name if key == "wrt" else handed[key] for key in vjp.given])
+                    settings = tuple([name if key == "wrt" else handed[key] for key in vjp.arguments])
                     found = call.function(vjp)(tuple([among[key] for key in vjp.inputs]), settings, wanted)
                     latest[:] = [(g, dict(zip(computed, _several(found), strict=True)))]
                 return latest[0][1][gradients[name]]
@@ -53,6 +56,23 @@ def record(op: Operation, inputs: tuple[Any, ...], attributes: tuple[Any, ...]) 
 
     rule.__name__ = op.name
     value = apply(rule, *given.values())
+    return (value, *others) if others else value
+
+
+def _pulled_back(op: Operation, inputs: tuple[Any, ...], attributes: tuple[Any, ...]) -> Any:
+    """The same for an operation whose gradient no operation is."""
+    assert op.pullback is not None
+    pull, others = op.pullback, list[Array]()
+
+    def rule(*values: Array) -> Result:
+        results = _several(call.function(op)(values, attributes))
+        others.extend(results[1:])
+        arrays, handed = zip(op.inputs, values, strict=True), dict(zip(op.given, attributes, strict=True))
+        saved = dict(arrays), dict(zip(op.outputs, results, strict=True)), handed
+        return results[0], tuple([lambda g, key=key: pull(g, *saved)[key] for key in op.inputs])
+
+    rule.__name__ = op.name
+    value = apply(rule, *inputs)
     return (value, *others) if others else value
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from isograd.core import call as core_call
 from isograd.core import encoder, faults, functional
-from isograd.core.attributes import DtypeOf, SizeOf, Word, signed
+from isograd.core.attributes import DtypeOf, Measured, SizeOf, Word, signed
 from isograd.core.checks import INDEX_DTYPES, real_number
 from isograd.core.operands import AlongAxis, Array, Like, Loss
 from isograd.core.operation import Operation
@@ -28,6 +28,7 @@ from isograd.torch import define, derivatives, members, sharding
 from isograd.torch.tensors import (
     DTYPES,
     NAMES,
+    Described,
     checked_index,
     empty,
     integer,
@@ -35,6 +36,7 @@ from isograd.torch.tensors import (
     normalized_dim,
     require_dense,
     require_device,
+    require_index,
     require_storage,
     require_tensor,
     usable,
@@ -44,7 +46,7 @@ from isograd.torch.tensors import (
 )
 
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
-_SPELLED = {"x": "input", "axis": "dim"}
+_SPELLED = {"x": "input", "axis": "dim", "shape": "size"}
 _WORD = (1 << 64) - 1
 Values = tuple[Any, ...]
 Named = Mapping[str, Any]
@@ -63,29 +65,37 @@ class Bound:
         self.has_loss = any(isinstance(a, Loss) for a in op.outputs.values())
         if self.has_loss:
             self.flags += ("narrow",)  # whether it is rounded to the inputs' dtype, as torch's are
-        self.names = tuple([_SPELLED.get(key, key) for key in (*op.inputs, *op.given, *self.flags)])
-        settings = [*[a.default for a in op.given.values()], *[False] * len(self.flags)]
+        self.names = tuple([_SPELLED.get(key, key) for key in (*op.inputs, *op.arguments, *self.flags)])
+        settings = [*[a.default for a in op.arguments.values()], *[False] * len(self.flags)]
         self._defaults = (*[None] * len(op.inputs), *settings)
-        self._inputs, self.problem = len(op.inputs), list(op.inputs).index(op.problem)
+        self._inputs, self.problem = len(op.inputs), None if op.shaped else list(op.inputs).index(op.problem)
         self.axis, self._reduction = (
-            list(op.given).index(key) if key in op.given else None for key in ("axis", "reduction")
+            list(op.arguments).index(key) if key in op.given else None for key in ("axis", "reduction")
         )
         self._kinds = tuple(zip(self.names, op.inputs.values(), strict=False))
         self._optional = tuple([i for i, key in enumerate(op.inputs) if key in op.optional])
-        self._words = tuple([i for i, a in enumerate(op.given.values()) if isinstance(a, Word)])
-        self._sizes = tuple([(key, a.of) for key, a in op.attributes.items() if isinstance(a, SizeOf)])
+        self._words = tuple([i for i, a in enumerate(op.arguments.values()) if isinstance(a, Word)])
+        measured = [
+            (key, list(op.inputs).index(a.of), a) for key, a in op.attributes.items() if isinstance(a, Measured)
+        ]
+        self._sizes = tuple([(key, i, isinstance(a, SizeOf)) for key, i, a in measured if not isinstance(a, DtypeOf)])
+        self._measured = bool(measured)
         dtypes = [op.attributes.get(a.dtype) for a in op.inputs.values()]
-        self.indices = tuple([i for i, of in enumerate(dtypes) if isinstance(of, DtypeOf) and of.index])
+        fixed = [i for i, a in enumerate(op.inputs.values()) if a.dtype in INDEX_DTYPES]
+        fixed += [self.problem] if op.integral and self.problem is not None else []
+        self.indices = (*fixed, *[i for i, of in enumerate(dtypes) if isinstance(of, DtypeOf) and of.index])
 
     def schema(self) -> str:
         """The operator's schema."""
         op, names = self.op, iter(self.names)
+        none = "" if any(a.required for a in op.arguments.values()) else "=None"
         arguments = [
-            f"Tensor? {next(names)}=None" if a.optional else f"Tensor {next(names)}" for a in op.inputs.values()
+            f"Tensor? {next(names)}{none}" if a.optional else f"Tensor {next(names)}" for a in op.inputs.values()
         ]
         arguments += [
-            f'{a.kind} {next(names)}="{a.default}"' if a.kind == "str" else f"{a.kind} {next(names)}={a.default}"
-            for a in op.given.values()
+            f"{a.kind} {next(names)}"
+            + ("" if a.required else f'="{a.default}"' if a.kind == "str" else f"={a.default}")
+            for a in op.arguments.values()
         ]
         arguments += [f"bool {name}=False" for name in names]
         returns = ", ".join(["Tensor"] * len(op.outputs))
@@ -101,7 +111,7 @@ class Bound:
 
     def asked(self, settings: Values) -> list[tuple[str, Array, bool]]:
         """(name, array, whether it is computed) of every output."""
-        flags = dict(zip(self.flags, settings[len(self.op.given) :], strict=False))
+        flags = dict(zip(self.flags, settings[len(self.op.arguments) :], strict=False))
         return [(key, a, flags.get(key, True)) for key, a in self.op.outputs.items()]
 
     def narrow(self, settings: Values) -> bool:
@@ -110,14 +120,24 @@ class Bound:
 
     def has_parts(self, settings: Values) -> bool:
         """Whether rows, or elements, are computed alone."""
-        return self.op.has_parts(dict(zip((*self.op.given, *self.flags), settings, strict=False)))
+        return self.op.has_parts(dict(zip((*self.op.arguments, *self.flags), settings, strict=False)))
+
+    def like(self, inputs: Values, settings: Values) -> Any:
+        """What has the problem's shape, dtype and device."""
+        if self.problem is None:
+            return Described(tuple(settings[0]), settings[1], inputs[0].device)
+        return inputs[self.problem]
 
     def named(self, inputs: Values, settings: Values) -> Named:
         """The attributes that shapes follow from."""
-        found = dict(zip(self.op.given, settings, strict=False))
-        for key, of in self._sizes:
-            tensor = inputs[list(self.op.inputs).index(of)]
-            found[key] = None if tensor is None else tensor.shape[-1] if tensor.dim() else 0
+        found = dict(zip(self.op.arguments, settings, strict=False))
+        for key, i, size in self._sizes:
+            if (tensor := inputs[i]) is None:
+                found[key] = None
+            elif size:
+                found[key] = tensor.shape[-1] if tensor.dim() else 0
+            else:
+                found[key] = tensor.dim() > 1
         return found
 
     def along(self, settings: Values, shape: Any) -> int:
@@ -142,7 +162,9 @@ class Bound:
             settings = self.unsigned(settings)
         if self.has_loss:
             settings = settings[:-1]
-        if not (self._optional or self._sizes):
+        if self.problem is None:
+            settings = settings[2:]
+        if not (self._optional or self._measured):
             return settings
         count, given = len(self.op.given), [inputs[i] is not None for i in self._optional]
         values = self.op.complete(settings[:count], dict(zip(self.op.inputs, inputs, strict=True)))
@@ -150,12 +172,15 @@ class Bound:
 
     def check(self, inputs: Values, settings: Values) -> int:
         """The axis, for tensors that go together, perhaps fake ones; else an error."""
-        name, like, of = self.op.name, inputs[self.problem], self.names[self.problem]
+        name, like = self.op.name, self.like(inputs, settings)
+        of = "dtype" if self.problem is None else self.names[self.problem]
         if len(inputs) > 1:
             require_device(name, **dict(zip(self.names, inputs, strict=False)))
             for (key, array), tensor in zip(self._kinds, inputs, strict=True):
                 if tensor is None or tensor is like:
                     continue
+                if array.dtype in INDEX_DTYPES and NAMES.get(tensor.dtype) != array.dtype:
+                    raise InvalidProblemError(f"{name}: {key} has dtype {tensor.dtype}; expected {array.dtype}")
                 if not array.dtype and tensor.dtype is not (
                     dtype := work_dtype(like.dtype) if array.compute else like.dtype
                 ):
@@ -167,7 +192,7 @@ class Bound:
                     raise InvalidProblemError(
                         f"{name}: {key} has shape {tuple(tensor.shape)} and {of} {tuple(like.shape)}; expected the same"
                     )
-        require_storage(name, like, of)
+        (require_index if self.op.integral else require_storage)(name, like, of)
         axis, known = self.along(settings, like.shape), self.named(inputs, settings)
         for (key, array), tensor in zip(self._kinds, inputs, strict=True):
             if tensor is not None and not isinstance(array, Like):
@@ -184,7 +209,7 @@ class Bound:
     def fake(self, *args: Any, **named: Any) -> Any:
         """The outputs without their contents."""
         inputs, settings = self.split(args, named)
-        axis, like = self.check(inputs, settings), inputs[self.problem]
+        axis, like = self.check(inputs, settings), self.like(inputs, settings)
         shape, known = like.shape or (1,) * self.op.least_rank, self.named(inputs, settings)
         outputs = []
         for key, a, asked in self.asked(settings):
@@ -193,14 +218,15 @@ class Bound:
                 continue
             size = (0,) if not asked else like.shape if isinstance(a, Like) else a.shape(shape, axis, known)
             wider = a.compute and not self.narrow(settings)
-            outputs.append(empty(size, like, work_dtype(like.dtype) if wider else None))
+            dtype = work_dtype(like.dtype) if wider else _DTYPES.get(a.dtype, like.dtype)
+            outputs.append(empty(size, like, dtype))
         return self.results(outputs)
 
     def run(self, *args: Any, **named: Any) -> Any:
         """Compute, on any device that a kernel is registered for."""
         op = self.op
         inputs, settings = self.split(args, named)
-        like = inputs[self.problem]
+        like = self.like(inputs, settings)
         if like.dim() < op.least_rank:
             return self._run_scalar(inputs, settings)
         device = like.device
@@ -257,6 +283,7 @@ class Bound:
             t if t is None or isinstance(a, AlongAxis) else define.batched(t, d, size)
             for (_, a), t, d in zip(self._kinds, inputs, dims, strict=True)
         ]
+        assert self.problem is not None
         shape = moved[self.problem].shape[1:]
         if len(shape) < self.op.least_rank:
             moved = [t.unsqueeze(1) if isinstance(a, Like) else t for (_, a), t in zip(self._kinds, moved, strict=True)]
@@ -274,6 +301,7 @@ class Bound:
         """Over a batch of losses: all as they are, then reduced for every member as it is alone."""
         reduction, narrow = self.reduction(settings), self.narrow(settings)
         moved: list[Any] = [t if t is None else define.batched(t, d, size) for t, d in zip(inputs, dims, strict=True)]
+        assert self.problem is not None
         shape = tuple(moved[self.problem].shape)
         for i, (_, a) in enumerate(self._kinds):
             if isinstance(a, Loss):
@@ -297,7 +325,7 @@ class Bound:
     def cuts(self, *args: Any) -> Iterator[tuple[list[int | None], list[int | None]]]:
         """The axes besides that of the rows, in every output and in every input that is given."""
         inputs, settings = self.split(args)
-        shape, known = inputs[self.problem].shape, self.named(inputs, settings)
+        shape, known = self.like(inputs, settings).shape, self.named(inputs, settings)
         axis = self.along(settings, shape)
         if self.has_parts(settings):
             for d in range(len(shape)):
@@ -310,6 +338,7 @@ class Bound:
 def operator(
     op: Operation,
     *,
+    gradient: define.Gradient | None = None,
     derivative: Callable[..., Named] | None = None,
     tangent: Callable[..., Any] | None = None,
     batch: Callable[..., tuple[Any, Any]] | None = None,
@@ -317,14 +346,17 @@ def operator(
 ) -> Bound:
     """Define the operator of an operation, after that of its vjp.
 
-    derivative: (inputs, settings, whether a gradient is needed, gradients of the outputs), all but the settings by
-    name -> gradients of the inputs by name; for an operation without a vjp, which is differentiated a second time.
+    gradient: what is saved and how both derivatives are taken, where no operation is the vjp. derivative: (inputs,
+    settings, whether a gradient is needed, gradients of the outputs), all but the settings by name -> gradients of the
+    inputs by name; for an operation without a vjp, which is differentiated a second time.
     tangent: (saved tensors, settings, tangents of the inputs) -> those of the outputs; where the Jacobian is not
     symmetric. batch: (operator, size, batch dimensions, *arguments) -> (outputs, theirs), where a batch is no dimension
     like the others. autocast: the devices under whose autocast narrow inputs become float32.
     """
     bound = Bound(op)
-    if op.linear is not None:
+    if gradient is not None:
+        pass
+    elif op.linear is not None:
         gradient = derivatives.linear(bound, op.linear)
     elif op.vjp is not None:
         gradient = derivatives.by_vjp(bound, _bound[op.vjp], tangent)
@@ -349,10 +381,16 @@ def operator(
 _PLAIN = {"float": float}  # which needs no look; integers have a range
 _CHECKS: dict[str, Callable[[str, str, Any], Any]] = {
     "int": integer,
+    "SymInt": integer,
     "float": real_number,
     "bool": lambda name, key, value: bool(value),
-    "SymInt": lambda name, key, value: signed(Word().plain(name, key, value)),
+    "SymInt[]": lambda name, key, value: list(value),
+    "ScalarType": lambda name, key, value: value if isinstance(value, torch.dtype) else getattr(torch, value),
 }
+
+
+def _word(name: str, key: str, value: Any) -> int:
+    return signed(Word().plain(name, key, value))
 
 
 def function(bound: Bound, called: str | None = None) -> Callable[..., Any]:
@@ -365,8 +403,10 @@ def function(bound: Bound, called: str | None = None) -> Callable[..., Any]:
     op, call, count = bound.op, bound.call, len(bound.op.inputs)
     name, arguments = called or op.name, bound.names[:count]
     required = [not a.optional for a in op.inputs.values()]
-    kinds = zip(bound.names[count:], op.given.values(), strict=False)
-    checks = [(_CHECKS.get(a.kind, a.plain), key, _PLAIN.get(a.kind)) for key, a in kinds]
+    kinds = zip(bound.names[count:], op.arguments.values(), strict=False)
+    checks = [
+        (_word if isinstance(a, Word) else _CHECKS.get(a.kind, a.plain), key, _PLAIN.get(a.kind)) for key, a in kinds
+    ]
     flags, indices = bound.flags, bound.indices
     differentiable = op.gradients(_bound[op.vjp].op) if op.vjp else op.inputs
     constants = [i for i, key in enumerate(op.inputs) if key not in differentiable and i not in indices]
@@ -422,7 +462,7 @@ def _into(
     bound: Bound, inputs: Values, values: Values, wanted: tuple[str, ...], out: Tensor | None, dtype: torch.dtype | None
 ) -> Any:
     """Compute by the plan, into memory that was brought or for a recording."""
-    op, like = bound.op, inputs[bound.problem]
+    op, like = bound.op, bound.like(inputs, values)
     if torch.compiler.is_compiling():
         assert out is not None
         return out.copy_(bound.function(inputs, values, wanted, None, dtype))

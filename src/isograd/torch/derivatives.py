@@ -44,6 +44,7 @@ def by_vjp(bound: Bound, vjp: Bound, tangent: Callable[..., Any] | None) -> defi
     """Of an operation with a vjp, which reads what is saved; tangent: where the Jacobian is not symmetric."""
     op = bound.op
     arrays, attributes = [*op.inputs, *op.outputs], list(op.given)
+    of_problem = list(op.inputs).index(op.problem) if vjp.op.shaped else None
     upstream = {f"d{key}": i for i, key in enumerate(op.outputs) if f"d{key}" in vjp.op.inputs}
     kept = [key for key in vjp.op.inputs if key not in upstream]
     # For each input of the vjp: its place among the gradients, or behind them among what is saved.
@@ -68,6 +69,7 @@ def by_vjp(bound: Bound, vjp: Bound, tangent: Callable[..., Any] | None) -> defi
         if without:
             node.mark_non_differentiable(*[output[i] for i in without])
         node.again = any(node.settings[i] != value for i, value in through.items())
+        node.problem = () if of_problem is None else (inputs[of_problem].shape, inputs[of_problem].dtype)
         return inputs if node.again else read(inputs, output)
 
     def pulled(node: Any, saved: Values, grads: Values, asked: list[bool], wrt: str = "") -> Any:
@@ -77,7 +79,9 @@ def by_vjp(bound: Bound, vjp: Bound, tangent: Callable[..., Any] | None) -> defi
         if bound.narrow(node.settings):
             grads = tuple([g.to(work_dtype(g.dtype)) for g in grads])
         given = (*grads, *saved)
-        return vjp.call(*[given[i] for i in order], *[wrt if i is None else node.settings[i] for i in handed], *asked)
+        return vjp.call(
+            *[given[i] for i in order], *node.problem, *[wrt if i is None else node.settings[i] for i in handed], *asked
+        )
 
     def backward(node: Any, saved: Values, *grads: Tensor | None) -> Values:
         if all(grads[i] is None for i in upstream.values()):

@@ -23,7 +23,7 @@ from isograd.torch import define
 from isograd.torch.ops_gather import GATHER, GATHER_BACKWARD
 from isograd.torch.tensors import (
     NAMES,
-    Like,
+    Described,
     empty,
     like,
     normalized_dim,
@@ -274,7 +274,7 @@ def _push_router_backward(
     *rest: None,
 ) -> Tensor:
     dweights, logits, experts = saved
-    likes: tuple[Like, Like] = node.likes
+    likes: tuple[Described, Described] = node.likes
     t = MOE_ROUTER_BACKWARD(zeros_or(t_dweights, likes[0]), logits, experts, *node.options)
     if t_logits is not None:  # the Hessian is symmetric
         t = t + _curvature(dweights, logits, experts, t_logits, *node.options)

@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -139,6 +139,14 @@ def require_storage(operation: str, tensor: Tensor, name: str) -> None:
         raise UnsupportedError(f"{operation}: {name} has dtype {tensor.dtype}; accepted: {', '.join(DTYPE_NAMES)}")
 
 
+def require_index(operation: str, tensor: Tensor, name: str) -> None:
+    """Raise unless a tensor, perhaps a fake one, has an index type."""
+    if tensor.dtype not in INDEX_DTYPES:
+        raise UnsupportedError(
+            f"{operation}: {name} has dtype {tensor.dtype}; accepted: {', '.join(INDEX_DTYPE_NAMES)}"
+        )
+
+
 def require_same_dtype(operation: str, tensor: Tensor, name: str, other: Tensor, other_name: str) -> None:
     """Raise if two tensors differ in dtype."""
     if tensor.dtype is not other.dtype:
@@ -153,15 +161,24 @@ def empty(shape: Shape, like: Tensor, dtype: torch.dtype | None = None) -> Tenso
     return memory.with_huge_pages(tensor) if type(tensor) is Tensor else tensor  # a fake one has no memory
 
 
-Like = tuple[torch.Size, torch.dtype, torch.device]
+class Described(NamedTuple):
+    """What stands for a tensor of which no element is read."""
+
+    shape: Shape
+    dtype: torch.dtype
+    device: torch.device
+
+    def dim(self) -> int:
+        """How many dimensions it has."""
+        return len(self.shape)
 
 
-def like(tensor: Tensor) -> Like:
-    """What `zeros_or` needs to know about a tensor."""
-    return tensor.shape, tensor.dtype, tensor.device
+def like(tensor: Tensor) -> Described:
+    """The description of a tensor."""
+    return Described(tensor.shape, tensor.dtype, tensor.device)
 
 
-def zeros_or(tangent: Tensor | None, described: Like) -> Tensor:
+def zeros_or(tangent: Tensor | None, described: Described) -> Tensor:
     """A tangent, or the zeros that None stands for."""
     shape, dtype, device = described
     return torch.zeros(shape, dtype=dtype, device=device) if tangent is None else tangent
