@@ -20,14 +20,16 @@ import numpy as np
 import torch
 from device_times import Call, graphed, measure
 
+from isograd.cli import suites
 from isograd.cli.files import checked_file
-from isograd.cli.suites.router import SUITES
-from isograd.router import triton_launch as router
-from isograd.router import triton_losses_launch as losses
-from isograd.router.cuda import TritonRouter
-from isograd.router.plans import dtypes_of
+from isograd.core import kernel
+from isograd.ops.router import operation as declared
+from isograd.ops.router import triton
+from isograd.ops.router import triton_launch as router
+from isograd.ops.router import triton_losses_launch as losses
 
 INTEGER = {2: np.int16, 4: np.int32, 8: np.int64}
+SUITES = {name: suite for name, suite in suites.SUITES.items() if suite.plan.__module__ == declared.__name__}
 TOKENS, EXPERTS, K = 65536, 256, 8
 
 
@@ -46,7 +48,7 @@ def check_bits() -> tuple[int, int]:
     """(cases, cases that differ from the reference): small cases of `isograd verify`."""
     count = wrong = 0
     for operation, suite in SUITES.items():
-        chosen = ("int64",) if "int64" in dtypes_of(operation) else ("float32", "bfloat16")
+        chosen = ("int64",) if "int64" in suite.dtypes else ("float32", "bfloat16")
         for dtype in chosen:
             for case in suite.cases(dtype):
                 if sum(a.size for a in case.inputs.values()) > 20_000:
@@ -58,7 +60,7 @@ def check_bits() -> tuple[int, int]:
                     if o.output
                 }
                 inputs = {name: to_cuda(a) for name, a in case.inputs.items()}
-                TritonRouter().compute(descriptor, {**inputs, **outputs}, None)
+                kernel.functions[operation, triton.__name__].launch(descriptor, **inputs, **outputs)
                 with np.errstate(all="ignore"):
                     expected = suite.reference(**case.inputs, **case.options)
                 expected = expected if isinstance(expected, tuple) else (expected,)

@@ -4,7 +4,7 @@ import inspect
 
 import numpy as np
 import pytest
-from conformance.operations import arrays_of, required_of, wrong_of
+from conformance.operations import NAMES, arrays_of, required_of, wrong_of
 
 import isograd as ig
 from isograd.ops import OPERATIONS
@@ -40,6 +40,8 @@ LINEAR = LOSS | {
     "class_weight": (X[0, :2],), "chunk": (0, 0.5), "preference": ("none",),
 }  # fmt: skip
 GRADIENT = {"return_gradient": True}
+# Whose inputs are not of one kind each: they are written out below.
+DONE = {"top_k", "moe_router", "moe_router_backward", "load_balancing_loss", "router_z_loss", "router_z_loss_backward"}
 CALLS = [
     *[(name, (X,), {}, {"x": (INTEGERS, "x", None)}) for name in (
         "exp", "log", "relu", "sigmoid", "silu", "sqrt", "tanh")],
@@ -119,6 +121,7 @@ CALLS = [
     *[
         (name, [a for a in arrays_of(op) if a is not None], required_of(op), wrong_of(op))
         for name, op in OPERATIONS.items()
+        if name in NAMES and name not in DONE
     ],
 ]  # fmt: skip
 WITHOUT_ARRAYS = {

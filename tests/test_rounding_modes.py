@@ -22,6 +22,11 @@ each_dtype = pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32, t
 
 UNARY = ("exp", "tanh", "sigmoid", "relu", "silu", "gelu")
 
+# Operations whose calls are written out.
+ROUTING = (
+    "top_k", "renormalize", "moe_router", "expert_counts", "expert_permutation", "moe_permute", "moe_combine",
+    "load_balancing_loss", "router_z_loss",
+)  # fmt: skip
 # What decides nothing about numbers.
 OTHERS = {"check", "get_num_threads", "kernels", "prefer", "register_kernel", "set_num_threads", "unregister_kernel"}
 
@@ -155,7 +160,7 @@ def calls(dtype):
         yield "distillation_loss_backward", ig.distillation_loss_backward, arguments, {}
     yield "gumbel_softmax", ig.gumbel_softmax, (x, 0.7), {"seed": 1}
     yield "gumbel_softmax_backward", ig.gumbel_softmax_backward, (upstream, p, 0.7), {}
-    listed = ("softmax", "log_softmax", "kl_div", "distillation_loss", "gumbel_softmax")
+    listed = ("softmax", "log_softmax", "kl_div", "distillation_loss", "gumbel_softmax", *ROUTING)
     for name, op in OPERATIONS.items():
         if name.removesuffix("_backward") not in listed:
             yield name, getattr(ig, name), arrays_of(op, np.dtype(dtype).name), {}

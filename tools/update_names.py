@@ -29,7 +29,11 @@ def _types(module: ModuleType) -> list[str]:
 
 
 def _differentiable(module: ModuleType) -> list[str]:
-    return [name for name in _functions(module) if name in OPERATIONS and OPERATIONS[name].vjp]
+    return [
+        name
+        for name in _functions(module)
+        if name in OPERATIONS and (OPERATIONS[name].vjp or OPERATIONS[name].pullback)
+    ]
 
 
 # For each file: the module of an operation that its names come from, and which of its names.

@@ -8,12 +8,18 @@ import ml_dtypes
 import numpy as np
 
 import isograd as ig
-from isograd.core.attributes import Choice, Flag, Scale, Word, signed
-from isograd.core.operands import AlongAxis, Like, PerRow
+from isograd.core.attributes import Batched, Choice, Flag, Integer, Scale, Word, signed
+from isograd.core.operands import AlongAxis, Like, PerRow, Sized
 from isograd.core.operation import Operation
 from isograd.numerics.storage import compute_dtype
 from isograd.ops import OPERATIONS
 
+# Those on rows that are given; what has other arrays is tested by its family.
+NAMES = [
+    name
+    for name, op in OPERATIONS.items()
+    if not op.shaped and not any(isinstance(a, Sized) for a in (*op.inputs.values(), *op.outputs.values()))
+]
 NUMPY = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
 FLAVOURS = ("normal", "spread", "special", "masked", "offset")
 ROOTS = {op.vjp: op for op in OPERATIONS.values() if op.vjp}  # the operation that each one is the vjp of
@@ -46,11 +52,25 @@ def options(op: Operation, i: int) -> list[str]:
     return [list(op.optional), [], list(op.optional[:1]), list(op.optional[1:])][i % 4]
 
 
+def counts(op: Operation) -> dict[str, int]:
+    """How many elements of each row an input has, where that is measured from it."""
+    return {key: 1 for key, a in op.attributes.items() if a.required and key not in op.given}
+
+
+def fits(op: Operation, shape: Any, axis: int) -> bool:
+    """Whether an operation takes a shape."""
+    least = max(op.least_size, "k" in op.attributes)  # of k elements along the axis there are as many
+    return bool(shape[axis_of({"axis": axis} if "axis" in op.attributes else {}, shape)] >= least)
+
+
 def inputs(op: Operation, rng: Any, flavour: str, shape: Any, dtype: str, settings: Any, given: Any) -> dict[str, Any]:
     """Inputs by name; what an operation's vjp reads of its results are those that belong to its inputs."""
-    root, made = ROOTS.get(op.name), {}
+    root, made, settings = ROOTS.get(op.name), {}, counts(op) | settings
     for key, array in op.inputs.items():
         if array.optional and key not in given:
+            continue
+        if array.dtype == "index_dtype":  # places in a row
+            made[key] = rng.integers(0, max(shape[-1], 1), array.shape(shape, axis_of(settings, shape), settings))
             continue
         of = NUMPY[compute_dtype(dtype) if array.compute else dtype]
         made[key] = values(rng, flavour, array.shape(shape, axis_of(settings, shape), settings), of)
@@ -61,7 +81,7 @@ def inputs(op: Operation, rng: Any, flavour: str, shape: Any, dtype: str, settin
     if root is not None:
         of_root = {key: made[key] if key in made else values(rng, flavour, shape, NUMPY[dtype]) for key, a in
                    root.inputs.items() if not a.optional or key in made}  # fmt: skip
-        known = {key: settings.get(key, a.default) for key, a in root.given.items()}
+        known = settings_of(root, axis_of(settings, shape)) | {k: v for k, v in settings.items() if k in root.given}
         with np.errstate(all="ignore"):
             results = root.reference(**of_root, **known)
         results = results if isinstance(results, tuple) else (results,)
@@ -73,6 +93,8 @@ def _accepted(attribute: Any) -> tuple[Any, ...]:
     """Values of an attribute, its default first."""
     if isinstance(attribute, Choice):
         return attribute.accepted
+    if isinstance(attribute, Integer | Batched):
+        return (1 if attribute.required else attribute.default,)
     for kind, others in ((Flag, (True,)), (Scale, (0.5, 3.7)), (Word, (8, 2**34 - 3, 2**63 + 5, 2**64 - 9))):
         if isinstance(attribute, kind):
             return attribute.default, *others
@@ -102,7 +124,8 @@ def expected(op: Operation, made: Any, settings: Any, given: Any) -> tuple[Any, 
 
 
 def descriptor(op: Operation, shape: Any, dtype: str, settings: Any, given: Any) -> Any:
-    return op.descriptor_type(shape, dtype, **settings, **dict.fromkeys(given, True)).validated()
+    known = counts(op) | dict.fromkeys(given, True)
+    return op.descriptor_type(shape=shape, dtype=dtype, **known, **settings).validated()
 
 
 def raw(x: Any) -> tuple[Any, ...]:
@@ -119,11 +142,20 @@ def ran(function: Any, op: Operation, made: Any, settings: Any, given: Any) -> t
 
 def launch_of(name: str) -> Any:
     """The function that launches an operation's Triton kernels."""
+    return _triton(name).launch
+
+
+def refused(problem: Any) -> str | None:
+    """Why Triton kernels do not take a problem."""
+    return _triton(problem.operation).reject(problem)
+
+
+def _triton(name: str) -> Any:
     from isograd.core import kernel
 
     module = OPERATIONS[name].plan_type.__module__.replace(".operation", ".triton")
     importlib.import_module(module)
-    return kernel.functions[name, module].launch
+    return kernel.functions[name, module]
 
 
 # --- the public function of an operation -----------------------------------------------------------------------------

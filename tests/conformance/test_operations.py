@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from operations import FLAVOURS, NUMPY, ROOTS, descriptor, expected, inputs, options, ran, raw, settings_of
+from operations import FLAVOURS, NAMES, NUMPY, ROOTS, descriptor, expected, fits, inputs, options, ran, raw, settings_of
 
 import isograd as ig
 from isograd.cli.suites import SUITES
@@ -21,7 +21,7 @@ from isograd.core.operands import Like
 from isograd.ops import FOLDERS, OPERATIONS, files
 
 SHAPES = (((4, 6), -1), ((5, 3), 0), ((2, 3, 4), 1), ((1, 1), 1), ((7,), 0), ((2, 5000), 1), ((0, 4), 1), ((3, 0), 1))
-DIFFERENTIABLE = [name for name, op in OPERATIONS.items() if op.vjp]
+DIFFERENTIABLE = [name for name in NAMES if OPERATIONS[name].vjp]
 
 
 def scattered(rng, x):
@@ -36,10 +36,12 @@ def scattered(rng, x):
 
 
 @pytest.mark.parametrize("dtype", NUMPY)
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_function_returns_the_bits_of_the_reference(name, dtype):
     op = OPERATIONS[name]
     for i, (shape, axis) in enumerate(SHAPES):
+        if not fits(op, shape, axis):
+            continue
         rng, settings, given = np.random.default_rng(i), settings_of(op, axis, i), options(op, i)
         made = inputs(op, rng, FLAVOURS[i % 5], shape, dtype, settings, given)
         right = list(map(raw, expected(op, made, settings, given)))
@@ -48,7 +50,7 @@ def test_the_function_returns_the_bits_of_the_reference(name, dtype):
             assert list(map(raw, found)) == right, (shape, axis, given)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_an_output_may_overwrite_the_inputs_that_the_declaration_names(name):
     op = OPERATIONS[name]
     settings, given, shape = settings_of(op, 1), list(op.optional), (3, 5)
@@ -70,7 +72,7 @@ def test_an_output_may_overwrite_the_inputs_that_the_declaration_names(name):
                 plan.run(**arrays)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_recording_runs_again_on_new_contents(name):
     op = OPERATIONS[name]
     settings, given = settings_of(op, 1), list(op.optional)
@@ -91,7 +93,8 @@ def test_the_gradients_on_the_tape_are_the_vjp(name, choice):
     vjp, settings = OPERATIONS[op.vjp], settings_of(op, 0, choice)
     made = inputs(op, np.random.default_rng(0), "normal", (4, 3), "float32", settings, op.optional)
     tape = ig.Tape()
-    leaves = {key: tape.leaf(a) for key, a in made.items()}
+    found_of = op.gradients(vjp)
+    leaves = {key: tape.leaf(a) if key in found_of else a for key, a in made.items()}
     results = ran(call.function(op), op, leaves, settings, ())
     right = expected(op, made, settings, ())
     assert raw(results[0].value) == raw(right[0])
@@ -100,13 +103,14 @@ def test_the_gradients_on_the_tape_are_the_vjp(name, choice):
     right = expected(op, made, settings | op.straight_through, ())
     everything = made | dict(zip(op.outputs, right, strict=True)) | {f"d{next(iter(op.outputs))}": g}
     found = tape.backward(results[0], g)
-    for key, of in op.gradients(vjp).items():
-        handed = {attribute: (settings | {"wrt": key})[attribute] for attribute in vjp.given}
+    for key, of in found_of.items():
+        of_problem = {"shape": made[op.problem].shape, "dtype": "float32"}
+        handed = {attribute: (settings | {"wrt": key} | of_problem)[attribute] for attribute in vjp.arguments}
         gradients = expected(vjp, {key: everything.get(key) for key in vjp.inputs}, handed, vjp.optional)
         assert raw(found[leaves[key]]) == raw(dict(zip(vjp.outputs, gradients, strict=True))[of])
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_descriptors_are_values(name):
     op = OPERATIONS[name]
     made = descriptor(op, (2, 3), "float32", settings_of(op, -1), list(op.optional))
@@ -123,7 +127,7 @@ def test_descriptors_are_values(name):
             op.plan_type.select(dataclasses.replace(made, **{key: 1}))
 
 
-@pytest.mark.parametrize("name", [name for name, op in OPERATIONS.items() if len(op.outputs) == 1])
+@pytest.mark.parametrize("name", [name for name in NAMES if len(OPERATIONS[name].outputs) == 1])
 def test_the_function_writes_where_it_is_told(name):
     op = OPERATIONS[name]
     settings, (output,) = settings_of(op, 0), op.outputs
@@ -144,7 +148,7 @@ def test_the_function_writes_where_it_is_told(name):
                 made[key][...] = before
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_results_are_laid_out_as_the_problem(name):
     op, settings = OPERATIONS[name], settings_of(OPERATIONS[name], 0)
     made = inputs(op, np.random.default_rng(4), "normal", (5, 4, 3), "float32", settings, ())
@@ -162,6 +166,8 @@ def test_every_operation_has_what_it_needs():
     for name, op in OPERATIONS.items():
         assert name in SUITES
         assert callable(getattr(ig, name))
+        if name not in NAMES:
+            continue
         assert isinstance(op.inputs[op.problem], Like)
         assert op.plan_type.select(descriptor(op, (2, 3), "float32", settings_of(op, 1), [])).kernel.name == "numba"
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
-from operations import ROOTS, arrays_of, expected, inputs, options, raw, settings_of, spelled, wrong_of  # noqa: E402
+from operations import NAMES, ROOTS, arrays_of, expected, inputs, options, raw, settings_of, spelled, wrong_of  # noqa: E402
 from torch._dynamo.backends.registry import lookup_backend  # noqa: E402
 
 import isograd as ig  # noqa: E402
@@ -14,7 +14,7 @@ from isograd.core.operands import Chosen, Like  # noqa: E402
 from isograd.ops import OPERATIONS  # noqa: E402
 from isograd.torch import sharding  # noqa: E402
 
-DIFFERENTIABLE = [name for name, op in OPERATIONS.items() if op.vjp]
+DIFFERENTIABLE = [name for name in NAMES if OPERATIONS[name].vjp]
 
 
 def operator(name):
@@ -39,6 +39,7 @@ def with_leaves(name, args):
     """The inputs, of which those that have a gradient require it."""
     op = OPERATIONS[name]
     differentiable = op.gradients(OPERATIONS[op.vjp]) if op.vjp else op.inputs
+    differentiable = [key for key in differentiable if not op.inputs[key].dtype.startswith("index")]
     pairs = zip(op.inputs, args, strict=False)
     return [a.clone().requires_grad_() if a is not None and key in differentiable else a for key, a in pairs]
 
@@ -60,7 +61,7 @@ def asked(name, results, given):
     return [r for (key, a), r in zip(outputs.items(), several(results), strict=True) if not a.optional or key in given]
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_bits_of_the_reference(name):
     for i, shape in enumerate([(4, 3), (2, 3, 4), (5,), (0, 3), (3, 1)]):
         made, settings, given = problem(name, i, shape)
@@ -87,7 +88,7 @@ def test_the_function_of_arrays_records_gradients_of_tensors(name):
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(leaves_of(leaves), leaves_of(again), strict=True))
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_recording_of_tensors_runs_again_on_new_contents(name):
     op = OPERATIONS[name]
     made, settings, _ = problem(name, 1)
@@ -105,7 +106,7 @@ def test_a_recording_of_tensors_runs_again_on_new_contents(name):
         assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
 
 
-@pytest.mark.parametrize("name", [name for name, op in OPERATIONS.items() if len(op.outputs) == 1])
+@pytest.mark.parametrize("name", [name for name in NAMES if len(OPERATIONS[name].outputs) == 1])
 def test_the_function_of_arrays_writes_into_tensors(name):
     op = OPERATIONS[name]
     for shape in ((4, 3), ()):
@@ -113,25 +114,26 @@ def test_the_function_of_arrays_writes_into_tensors(name):
             continue  # which has rows of more than one element
         made, settings, _ = problem(name, 1, shape or (1,))
         args = arguments(name, made, settings, [])[: len(op.inputs)]
-        tensors = [a if a is None or not a.dim() else a.view(shape) for a in args]
+        kinds = zip(args, op.inputs.values(), strict=True)
+        tensors = [a.view(shape) if a is not None and a.dim() and isinstance(kind, Like) else a for a, kind in kinds]
         (right,) = expected(op, made, settings, [])
         out = torch.empty(shape if right.ndim else ())
         assert of_arrays(name, made, settings, tensors, out) is out
         assert raw(out.view(right.shape).numpy()) == raw(right)
         with pytest.raises(ig.UnsupportedError, match=f"^{name}: .* requires a gradient"):
-            of_arrays(name, made, settings, [None if t is None else t.clone().requires_grad_() for t in tensors], out)
+            of_arrays(name, made, settings, with_leaves(name, tensors), out)
         with pytest.raises(ig.IsogradError, match=f"^{name}: out has shape"):
             of_arrays(name, made, settings, tensors, torch.empty(2, 7))
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name):
     args = arguments(name, *problem(name))
-    args = [a.requires_grad_() if isinstance(a, torch.Tensor) else a for a in args]
+    args = [a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
     torch.library.opcheck(operator(name).default, tuple(args))
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_vmap_has_the_bits_of_a_loop(name):
     for i in range(4):
         members = [arguments(name, *problem(name, i, (4, 3))) for _ in range(3)]
@@ -153,7 +155,7 @@ def test_vmap_over_no_members(name):
     assert [t.shape for t in found] == [(0, *t.shape) for t in several(operator(name)(*args))]
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_weight_of_all_members_is_shared(name):
     op = OPERATIONS[name]
     if "weight" not in op.inputs:
@@ -194,6 +196,7 @@ def test_derivatives(name):
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_compiled_has_the_bits_of_eager(name):
+    torch._dynamo.reset()  # which counts what one piece of code is compiled for
     args = arguments(name, *problem(name, 0))
     args = (*with_leaves(name, args), *args[len(OPERATIONS[name].inputs) :])
     tensors = leaves_of(args[: len(OPERATIONS[name].inputs)])
@@ -233,7 +236,7 @@ def test_two_graphs_serve_any_number_of_rows(name):
     assert graphs <= 2
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_meta_tensors_have_the_layout_of_real_ones(name):
     for i in range(3):
         args = arguments(name, *problem(name, i))
@@ -242,7 +245,7 @@ def test_meta_tensors_have_the_layout_of_real_ones(name):
             assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_tensors_without_dimensions_are_rows_of_one(name):
     op = OPERATIONS[name]
     if has_chosen(op):
@@ -256,11 +259,11 @@ def test_tensors_without_dimensions_are_rows_of_one(name):
         assert torch.equal(one.reshape(row.shape), row)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_errors_are_in_torch_words(name):
     op = OPERATIONS[name]
     good, wrong = arrays_of(op), wrong_of(op)
-    defaults = [a.default for a in op.given.values()]
+    defaults = [*settings_of(op, -1).values()]
     for i, key in enumerate(op.inputs):
         for value in wrong.get(key, ()):
             if isinstance(value, np.ndarray) and not (key == op.problem and value.ndim == 9):
@@ -282,7 +285,7 @@ def mesh():
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_shards_of_rows_are_computed_alone(mesh, name):
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -291,6 +294,8 @@ def test_shards_of_rows_are_computed_alone(mesh, name):
         pytest.skip("what a part is depends on where it is")
     reduction = {"reduction": "none"} if "reduction" in op.attributes else {}
     settings, weighted = settings_of(op, 1) | reduction, options(op, 2)
+    if not op.has_parts(settings):
+        pytest.skip("it is a sum over rows")
     made = inputs(op, np.random.default_rng(0), "normal", (4, 6), "float32", settings, weighted)
     whole = arguments(name, made, settings, [])
     given = list(whole)

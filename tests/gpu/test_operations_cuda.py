@@ -12,7 +12,19 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
-from operations import FLAVOURS, NUMPY, descriptor, expected, inputs, options, settings_of, spelled  # noqa: E402
+from operations import (  # noqa: E402
+    FLAVOURS,
+    NAMES,
+    NUMPY,
+    descriptor,
+    expected,
+    fits,
+    inputs,
+    options,
+    refused,
+    settings_of,
+    spelled,
+)
 
 import isograd.torch  # noqa: E402, F401
 from isograd.ops import OPERATIONS  # noqa: E402
@@ -46,13 +58,18 @@ def bits(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", NUMPY)
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_bits_of_the_reference(name: str, dtype: str) -> None:
     op = OPERATIONS[name]
     for i, (shape, axis) in enumerate(SHAPES):
+        if not fits(op, shape, axis):
+            continue
         settings, given = settings_of(op, axis, i), options(op, i)
         made = inputs(op, np.random.default_rng(i), FLAVOURS[i % 5], shape, dtype, settings, given)
-        plan = op.plan_type.select(descriptor(op, shape, dtype, settings, given), "cuda")
+        problem = descriptor(op, shape, dtype, settings, given)
+        if refused(problem) is not None:  # rows that are too long for its kernels
+            continue
+        plan = op.plan_type.select(problem, "cuda")
         right = [bits(r) for r in expected(op, made, settings, given)]
         arrays = {key: cuda(a) for key, a in made.items()}
         for stream in (None, torch.cuda.Stream()):
@@ -67,7 +84,7 @@ def test_bits_of_the_reference(name: str, dtype: str) -> None:
             assert [bits(outputs[key]) for key in plan.outputs] == right, (shape, axis, given)
 
 
-@pytest.mark.parametrize("name", [name for name, op in OPERATIONS.items() if op.vjp])
+@pytest.mark.parametrize("name", [name for name in NAMES if OPERATIONS[name].vjp])
 def test_gradients_have_the_bits_of_the_cpu(name: str) -> None:
     op = OPERATIONS[name]
     settings = settings_of(op, 1)
@@ -83,7 +100,7 @@ def test_gradients_have_the_bits_of_the_cpu(name: str) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("name", [name for name, op in OPERATIONS.items() if op.vjp])
+@pytest.mark.parametrize("name", [name for name in NAMES if OPERATIONS[name].vjp])
 def test_compiled_has_the_bits_of_eager(name: str) -> None:
     op = OPERATIONS[name]
     settings = settings_of(op, 1)

@@ -14,14 +14,13 @@ if not torch.cuda.is_available():
 
 sys.path.append(str(Path(__file__).parents[1] / "router"))
 import router_problems as problems  # noqa: E402
+from router_problems import SUITES  # noqa: E402
 
 import isograd as ig  # noqa: E402
-from isograd.cli.suites.router import SUITES  # noqa: E402
 from isograd.core.arrays import numpy_dtype  # noqa: E402
 from isograd.core.cases import Case  # noqa: E402
-from isograd.router import reference  # noqa: E402
-from isograd.router import triton_launch as launch  # noqa: E402
-from isograd.router.cuda import TritonRouter  # noqa: E402
+from isograd.ops.router import reference  # noqa: E402
+from isograd.ops.router import triton_launch as launch  # noqa: E402
 
 INTEGER = {2: np.int16, 4: np.int32, 8: np.int64}
 LAYOUTS = {
@@ -51,7 +50,7 @@ def compute(operation: str, case: Case, dtype: str, layout: str = "contiguous") 
         if operand.output:
             empty = torch.full(operand.shape, 7, dtype=getattr(torch, operand.dtype), device="cuda")
             arguments[operand.name] = change(empty)
-    TritonRouter().compute(descriptor, arguments, None)
+    problems.launch(descriptor, arguments)
     return [to_numpy(arguments[o.name]) for o in descriptor.operands() if o.output]
 
 

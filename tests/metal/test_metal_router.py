@@ -10,17 +10,18 @@ from emulator import FLUSHES, SCHEDULES, EmulatorError, Library, needs_compiler,
 from problems import DTYPES, array, same_bits, stored, tensor
 
 import isograd
-from isograd.cli.suites.router import SUITES
+from isograd.cli.suites import SUITES
+from isograd.core import registry
 from isograd.core.arrays import numpy_dtype
 from isograd.core.cases import Case
 from isograd.devices import metal
 from isograd.errors import IndexOutOfRangeError, UnsupportedError
-from isograd.router import reference
-from isograd.router.descriptors import MoeRouterDescriptor
-from isograd.router.metal import OPERATIONS, MetalRouter
+from isograd.ops.router import reference
+from isograd.ops.router.metal import too_large
 
 pytestmark = needs_compiler
-KERNEL = MetalRouter()
+OPERATIONS = ("moe_router", "moe_router_backward")
+KERNELS = {e.operation: e.kernel for e in registry.kernels() if e.device == "mps" and e.operation in OPERATIONS}
 
 
 def _computed(
@@ -31,7 +32,7 @@ def _computed(
     outputs = {
         o.name: tensor(np.empty(o.shape, numpy_dtype(o.dtype))) for o in descriptor.validated().operands() if o.output
     }
-    run(KERNEL, descriptor, seed, FLUSHES and seed % 2 == 0, compiled, **given, **outputs)
+    run(KERNELS[operation], descriptor, seed, FLUSHES and seed % 2 == 0, compiled, **given, **outputs)
     return [array(out) for out in outputs.values()]
 
 
@@ -99,10 +100,10 @@ def test_strided_logits_and_groups_that_serve_several_tokens(operation: str, mon
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("which", needed_barriers("router"))
+@pytest.mark.parametrize("which", needed_barriers("ops/router"))
 def test_a_removed_barrier_is_found(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("isograd.devices.metal.MOST_GROUPS", 2)
-    compiled = Library(without_barrier(metal.source("router"), which), ("-O0",))
+    compiled = Library(without_barrier(metal.source("ops/router"), which), ("-O0",))
 
     def right(operation: str, seed: int) -> bool:
         try:
@@ -128,9 +129,10 @@ def test_a_token_with_an_expert_out_of_range() -> None:
 
 def test_no_tokens_and_too_many_experts() -> None:
     empty = torch.empty(0, 4)
-    descriptor = MoeRouterDescriptor((0, 4), 2, "float32").validated()
-    assert list(KERNEL.launches(descriptor, dict.fromkeys(("logits", "weights", "experts"), empty))) == []
-    assert "4096 experts" in str(KERNEL.reject(MoeRouterDescriptor((2, 4097), 2, "float32")))
-    assert "1024 groups" in str(KERNEL.reject(MoeRouterDescriptor((2, 2048), 2, "float32", groups=2048)))
+    descriptor = isograd.MoeRouterDescriptor((0, 4), 2, "float32").validated()
+    kernel = KERNELS["moe_router"]
+    assert list(kernel.launches(descriptor, dict.fromkeys(("logits", "weights", "experts"), empty))) == []
+    assert "4096 experts" in str(too_large(isograd.MoeRouterDescriptor((2, 4097), 2, "float32")))
+    assert "1024 groups" in str(too_large(isograd.MoeRouterDescriptor((2, 2048), 2, "float32", groups=2048)))
     with pytest.raises(UnsupportedError, match=r"no Apple GPU|torch"):
         isograd.MoeRouterPlan.select(descriptor, device="mps")

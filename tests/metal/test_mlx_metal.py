@@ -19,8 +19,8 @@ from isograd.flash_attention.descriptors import AttentionBackwardDescriptor, Att
 from isograd.flash_attention.metal import MetalAttention  # noqa: E402
 from isograd.flash_attention.options import AttentionOptions  # noqa: E402
 from isograd.gather.plans import TakeAlongAxisBackwardDescriptor, TakeAlongAxisDescriptor  # noqa: E402
+from isograd.ops.router.operation import MoeRouterDescriptor  # noqa: E402
 from isograd.ops.softmax.operation import SoftmaxDescriptor  # noqa: E402
-from isograd.router.descriptors import MoeRouterDescriptor  # noqa: E402
 
 pytestmark = needs_compiler
 _ALL = sorted({e.operation for e in registry.kernels() if e.device == "mlx" and isinstance(e.kernel, MetalKernel)})

@@ -21,15 +21,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import router_problems as problems
 from choices import few
 from interpreter_patches import report
+from router_problems import SUITES
 
+import isograd as d
 from isograd import IndexOutOfRangeError, check
-from isograd.cli.suites.router import SUITES
 from isograd.core.arrays import numpy_dtype
 from isograd.core.cases import Case
-from isograd.router import loss_descriptors as d
-from isograd.router import triton_kernels
-from isograd.router.cuda import TritonRouter
-from isograd.router.descriptors import MoeRouterDescriptor
+from isograd.ops.router import triton_kernels
 
 FLAVOURS = problems.FLAVOURS
 INTEGER = {2: np.int16, 4: np.int32, 8: np.int64}
@@ -57,7 +55,7 @@ def compute(operation: str, case: Case, dtype: str, order: int = 0) -> tuple[Any
     for operand in descriptor.operands():
         if operand.output:
             outputs[operand.name] = ORDERS[order](torch.full(operand.shape, 7, dtype=getattr(torch, operand.dtype)))
-    TritonRouter().compute(descriptor, {**tensors, **outputs}, None)
+    problems.launch(descriptor, {**tensors, **outputs})
     return tuple(to_numpy(t) for t in outputs.values())
 
 
@@ -121,7 +119,7 @@ def separated() -> Iterator[tuple[str, bool]]:
 def results(descriptor: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """The results of the Triton kernels."""
     outputs = {o.name: torch.full(o.shape, 7, dtype=getattr(torch, o.dtype)) for o in descriptor.operands() if o.output}
-    TritonRouter().compute(descriptor.validated(), {**inputs, **outputs}, None)
+    problems.launch(descriptor, {**inputs, **outputs})
     return list(outputs.values())
 
 
@@ -135,17 +133,18 @@ def members() -> Iterator[tuple[str, bool]]:
         x = order(torch.from_numpy(rng.standard_normal(shape)).to(getattr(torch, dtype)))
         experts = torch.from_numpy(rng.integers(n, size=(*shape[:-1], 2)))
         losses, biases = (torch.from_numpy(rng.standard_normal(s)).to(work) for s in ((size,), (size, 1, n)))
-        routed = (2, dtype, "sigmoid", False, True, 1, 1, 1.0)
+        routed = (2, dtype, "sigmoid", False, 1, 1, 1.0)
         for descriptor, fields, inputs in (
             (d.RouterZLossDescriptor, (dtype,), {"logits": x}),
             (d.RouterZLossBackwardDescriptor, (dtype,), {"dloss": losses, "logits": x}),
             (d.LoadBalancingLossDescriptor, (2, dtype, "int64"), {"probabilities": x, "experts": experts}),
             (d.LoadBalancingLossBackwardDescriptor, (2, dtype, "int64"), {"dloss": losses, "experts": experts}),
-            (MoeRouterDescriptor, routed, {"logits": x, "bias": biases.expand(shape)}),
+            (d.MoeRouterDescriptor, routed, {"logits": x, "bias": biases.expand(shape)}),
         ):
-            whole = results(descriptor(shape, *fields, True), inputs)
+            biased = {"bias": True} if "bias" in inputs else {}
+            whole = results(descriptor(shape, *fields, True, **biased), inputs)
             alone = [{name: t[i, 0] if name == "bias" else t[i] for name, t in inputs.items()} for i in range(size)]
-            parts = zip(*[results(descriptor(shape[1:], *fields), each) for each in alone], strict=True)
+            parts = zip(*[results(descriptor(shape[1:], *fields, **biased), each) for each in alone], strict=True)
             same = all(torch.equal(a, torch.stack(b)) for a, b in zip(whole, parts, strict=True))
             yield f"members {descriptor.__name__} {dtype} {shape}", same
 

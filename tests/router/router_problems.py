@@ -3,11 +3,14 @@
 import ml_dtypes
 import numpy as np
 
-from isograd.cli.suites.router import SUITES
-from isograd.core import arrays
+from isograd.cli import suites
+from isograd.core import arrays, kernel
 from isograd.core.cases import Case
-from isograd.router import descriptors, reference
+from isograd.numerics.storage import compute_dtype
+from isograd.ops.router import operation as declared
+from isograd.ops.router import reference
 
+SUITES = {name: suite for name, suite in suites.SUITES.items() if suite.plan.__module__ == declared.__name__}
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 INDEX_DTYPES = ["int32", "int64", "uint32"]
 FLAVOURS = ["normal", "ties", "spread", "special", "zeros", "masked"]
@@ -80,7 +83,7 @@ def problem(operation, rng, dtype, flavour):
     axis = int(rng.integers(-len(shape), len(shape)))
     tokens, k, width = int(rng.integers(0, 6)), int(rng.choice([1, 2, 3, 8])), int(rng.choice([0, 1, 5, 40]))
     experts = int(rng.choice([1, 2, 6, 12, 40]))
-    work = descriptors.work_type(dtype)
+    work = compute_dtype(dtype)
 
     def new(size, of=dtype):
         return values(rng, flavour, size, of)
@@ -152,6 +155,13 @@ def expected(operation, case):
     with np.errstate(all="ignore"):
         results = getattr(reference, operation)(**case.inputs, **case.options)
     return results if isinstance(results, tuple) else (results,)
+
+
+def launch(descriptor, tensors):
+    """Run the Triton kernels of a descriptor's operation."""
+    from isograd.ops.router import triton
+
+    kernel.functions[descriptor.operation, triton.__name__].launch(descriptor.validated(), **tensors)
 
 
 def dtypes_of(operation):

@@ -8,6 +8,7 @@ from router_problems import (
     DTYPES,
     EACH,
     FLAVOURS,
+    SUITES,
     expected,
     laid_out,
     permutation,
@@ -19,12 +20,11 @@ from router_problems import (
 )
 
 import isograd as ig
-from isograd.cli.suites.router import SUITES
 from isograd.core.cases import Case
 from isograd.numerics.numba_memory import LANES
 from isograd.numerics.numba_sum import PARTIAL
-from isograd.router import reference
-from isograd.router.numba_select import INSERTED
+from isograd.ops.router import reference
+from isograd.ops.router.numba_select import INSERTED
 from isograd.runtime import parallel
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in cast:RuntimeWarning")

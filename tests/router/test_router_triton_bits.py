@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 from choices import alongside, quick_first
-
-from isograd.router.plans import OPERATIONS
+from router_problems import SUITES as OPERATIONS
 
 pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("triton", reason="needs triton")

@@ -12,9 +12,9 @@ import triton_targets  # noqa: E402
 from choices import exhaustive  # noqa: E402
 from triton_targets import TARGETS, resources  # noqa: E402
 
+from isograd.ops.router import triton_launch as launch  # noqa: E402
+from isograd.ops.router import triton_losses_launch as losses  # noqa: E402
 from isograd.reduction import cuda as reduction  # noqa: E402
-from isograd.router import triton_launch as launch  # noqa: E402
-from isograd.router import triton_losses_launch as losses  # noqa: E402
 
 
 def kernels_of(target: str, call: Callable[[], Any]) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """Kernels on Apple GPUs, in Metal."""
 
+import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from isograd.core.descriptor import Kernel, PrecisionGuarantee
-from isograd.core.kernel import Backend, OperationKernel
+from isograd.core.kernel import Backend, OperationKernel, functions
 from isograd.core.operation import Operation
 from isograd.devices import metal
 
@@ -38,6 +39,11 @@ class Metal(Backend):
     def guarantee(self, promised: PrecisionGuarantee) -> PrecisionGuarantee:
         """Without that of equal bits on all hardware."""
         return metal.guarantee(promised, integers=False)
+
+    def serves(self, operation: Operation, module: str) -> bool:
+        """Whether the module, which loads fast, has a function; few operations have kernels here."""
+        importlib.import_module(module)
+        return (operation.name, module) in functions
 
     def kernel(self, operation: Operation, module: str) -> Kernel:
         """The kernel of an operation whose function stands in a module."""

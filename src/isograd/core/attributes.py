@@ -88,6 +88,31 @@ class Real(Attribute):
         return number
 
 
+class Flag(Attribute):
+    """True or False."""
+
+    kind = "bool"
+
+    def __init__(self, default: bool = False) -> None:
+        super().__init__(default)
+
+    def plain(self, operation: str, argument: str, value: Any) -> bool:
+        """The flag as a bool."""
+        if not isinstance(value, (bool, np.bool_)):
+            raise InvalidProblemError(f"{operation}: {argument} is {value!r}; it takes True or False")
+        return bool(value)
+
+
+class Batched(Flag):
+    """Whether every place in the first dimension is a problem of its own."""
+
+    def checked(self, operation: str, argument: str, value: Any, shape: tuple[int, ...], dtype: str) -> bool:
+        """The flag; a problem of its own has a dimension left."""
+        if (flag := self.plain(operation, argument, value)) and len(shape) < 2:
+            raise InvalidProblemError(f"{operation}: shape is {shape}; expected one more dimension")
+        return flag
+
+
 class Integer(Attribute):
     """An integer, from `least` up where that is given; the operation's own check knows what else bounds it."""
 
@@ -184,21 +209,6 @@ class Scale(Attribute):
                 f"{operation}: {argument} is {number!r}; accepted: positive numbers from {1 / limit:.3g} to {limit:.3g}"
             )
         return number
-
-
-class Flag(Attribute):
-    """True or False."""
-
-    kind = "bool"
-
-    def __init__(self, default: bool = False) -> None:
-        super().__init__(default)
-
-    def plain(self, operation: str, argument: str, value: Any) -> bool:
-        """The flag as a bool."""
-        if not isinstance(value, (bool, np.bool_)):
-            raise InvalidProblemError(f"{operation}: {argument} is {value!r}; it takes True or False")
-        return bool(value)
 
 
 class Choice(Attribute):

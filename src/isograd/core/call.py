@@ -34,7 +34,7 @@ def function(op: Operation) -> Callable[..., Any]:
     """
     name, run = op.name, planned(op)
     checks = [(key, a.plain, _PLAIN.get(a.kind)) for key, a in op.arguments.items()]
-    differentiable = op.vjp is not None or op.pullback is not None
+    differentiable = op.differentiable
 
     def called(
         inputs: tuple[Any, ...], attributes: tuple[Any, ...], wanted: tuple[str, ...] = (), out: Any = None
@@ -87,6 +87,8 @@ def planned(op: Operation) -> Callable[..., Any]:
             shape, dtype, values = values[0], values[1], values[2:]
         if measured:
             values = op.complete(values, operands)
+        if op.shape_of is not None:
+            shape = op.shape_of(name, operands, dict(zip(op.attributes, values, strict=False)))
         if optional or asked:
             values = (*values, *[inputs[i] is not None for i in optional], *[key in wanted for key in asked])
         plan, _, outputs = op.planned(device, shape, dtype, *values)

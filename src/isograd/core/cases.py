@@ -246,8 +246,12 @@ def suite(
         for key, a in op.attributes.items():
             if isinstance(a, Measured):
                 given[key] = a.measure(op.name, case.inputs.get(a.of))
-        given |= {"dtype": dtype, **case.options}
-        return make(**given) if op.shaped else make(case.inputs[op.problem].shape, **given)
+        given |= case.options
+        if op.shape_of is not None:
+            shape = op.shape_of(op.name, case.inputs, given)
+            return make(dtype=dtype, **dict(zip(op.sizes, shape, strict=True)), **given)
+        shape = () if op.shaped else case.inputs[op.problem].shape
+        return make(**{"shape": shape, "dtype": dtype, **given})
 
     changes: dict[str, Callable[[Case], Iterator[Change]]] = {"batch": rows.batch, "layout": layout}
     if not op.ordered:

@@ -67,13 +67,17 @@ class Backend(ABC):
         """What kernels promise here, from what those of the operation promise elsewhere."""
         return promised
 
+    def serves(self, operation: Operation, module: str) -> bool:
+        """Whether a module has a function for an operation of its folder."""
+        return True
+
     def kernel(self, operation: Operation, module: str) -> Kernel:
         """The kernel of an operation whose function stands in a module."""
         return OperationKernel(operation, self, module)
 
     def kernels(self, operation: Operation, module: str | None) -> list[tuple[str, Kernel]]:
         """(dtype, kernel) of all that serve an operation, in the order of choice; `module` where it has a file here."""
-        if module is None:
+        if module is None or not self.serves(operation, module):
             return []
         kernel = self.kernel(operation, module)
         return [(dtype, kernel) for dtype in operation.dtypes if dtype in self.dtypes]

@@ -5,7 +5,7 @@ rows has an attribute `axis`: each of its arrays has whole rows (`Like`), one el
 (`AlongAxis`). One without works on elements. One that has a `Loss` has an attribute `reduction`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -106,6 +106,21 @@ class AlongOrLike(Array):
     def place(self, axis: int, dim: int, settings: Settings = NOTHING) -> int | None:
         """The axis alone, or the same place."""
         return dim if settings.get(self.rows) else 0 if dim == axis else None
+
+
+@dataclass(frozen=True, slots=True)
+class Sized(Array):
+    """An array whose shape is a function of the problem's and the attributes; it has no part for a part of the rows."""
+
+    of: Callable[[Sequence[Any], Settings], tuple[Any, ...]] = lambda shape, settings: ()
+
+    def shape(self, shape: Sequence[Size], axis: int, settings: Settings = NOTHING) -> tuple[Size, ...]:
+        """What the function says."""
+        return self.of(shape, settings)
+
+    def place(self, axis: int, dim: int, settings: Settings = NOTHING) -> int | None:
+        """None."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)

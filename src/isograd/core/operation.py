@@ -11,9 +11,9 @@
     )
 
 Names say what belongs together. The vjp of an operation is another one, whose inputs are called like inputs and outputs
-of the first, or `d` and the name of an output for its gradient; its outputs are `d` and the names of inputs. An
-attribute that both have is handed on. An output without a gradient among them has none. A vjp of one input may call its
-output as it likes, and so may one that computes a single gradient, of the input that its attribute `wrt` names.
+of the first, or `d` and the name of an output for its gradient; its outputs are `d` (or `d_`) and the names of inputs.
+An attribute that both have is handed on. An output without a gradient among them has none. A vjp of one input may call
+its output as it likes, and so may one that computes a single gradient, of the input that its attribute `wrt` names.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from isograd.core import registry
 from isograd.core.attributes import Attribute, Choice, Measured, SizeOf, Sizes, StorageDtype
-from isograd.core.checks import DTYPES, INDEX_DTYPES, checked_dtype, checked_shape
+from isograd.core.checks import DTYPES, INDEX_DTYPES, checked_dtype, checked_shape, integer_within
 from isograd.core.descriptor import Descriptor, ErrorBound, Operand, PrecisionGuarantee
-from isograd.core.operands import AlongAxis, Array, Like, Loss, Total
+from isograd.core.operands import AlongAxis, Array, Like, Loss, Sized, Total
 from isograd.core.plan import Plan
 from isograd.errors import InvalidProblemError
 from isograd.numerics.storage import compute_dtype
@@ -58,13 +58,15 @@ class OperationDescriptor(Descriptor):
         op = self.declared
         dtype = checked_dtype(op.name, self.dtype, op.dtypes)
         shape = checked_shape(op.name, "shape", self.shape, op.least_rank)
+        if op.least_size:
+            integer_within(op.name, f"the last size of {op.problem}", shape[-1], op.least_size)
         values = [a.checked(op.name, key, getattr(self, key), shape, dtype) for key, a in op.attributes.items()]
         given = [getattr(self, key) for key in op.optional]
         for key, value in zip(op.optional, given, strict=True):
             if not isinstance(value, bool):
                 raise InvalidProblemError(f"{op.name}: {key} is {value!r}; it takes True or False")
         make: Callable[..., Self] = type(self)
-        checked = make(**dict(zip(op.fields, (shape, dtype, *values, *given), strict=True)))
+        checked: Self = op.described(make, shape, dtype, *values, *given)
         if op.check is not None:
             op.check(checked)
         return checked
@@ -86,15 +88,16 @@ class Operation:
     kernel returns, and oracle: the same formula in the widest float, both called with inputs and attributes by name and
     returning the outputs, those of an optional output only where it is asked for. bound: (dtype, inputs, attributes) ->
     a bound on the error of every output; formula: the same for people. vjp: the operation that computes the gradients
-    of the inputs. problem: the array that has the problem's shape and dtype; where it is an output, these are the first
-    two arguments after the inputs. check: raises what is wrong with a descriptor whose attributes are each accepted.
-    pullback: (gradient of the first output, inputs, outputs, attributes) -> gradients of the inputs by name, in NumPy,
-    for the tape, where no operation is the vjp. symmetric: whether its Jacobian is, so
-    that the vjp serves as the jvp too. linear: the input of a gradient that it is linear in, with a symmetric Jacobian,
-    while nothing else has a derivative. straight_through: the attributes whose other values change the outputs and
-    leave the gradient as it is: the vjp reads the outputs for these. ordered: whether the place of an element matters,
-    as it does to noise that belongs to places. padding: what a row may be made longer with. least_rank, dtypes: of the
-    problem.
+    of the inputs; pullback: (gradient of the first output, inputs, outputs, attributes) -> gradients of the inputs by
+    name, in NumPy, for the tape, where no operation is the vjp. problem: the array that has the problem's shape and
+    dtype; where it is an output, these are the first two arguments after the inputs. shape_of: (operation's name,
+    inputs, attributes) -> the problem's shape where no input has it; sizes: what a descriptor calls the two numbers of
+    this shape. least_size: of the last axis. check: raises what is wrong with a descriptor whose attributes are each
+    accepted. symmetric: whether its Jacobian is, so that the vjp serves as the jvp too. linear: the input of a gradient
+    that it is linear in, with a symmetric Jacobian, while nothing else has a derivative. straight_through: the
+    attributes whose other values change the outputs and leave the gradient as it is: the vjp reads the outputs for
+    these. ordered: whether the place of an element matters, as it does to noise that belongs to places. padding: what a
+    row may be made longer with. least_rank, dtypes: of the problem.
     """
 
     def __init__(
@@ -110,6 +113,9 @@ class Operation:
         formula: str,
         vjp: str | None = None,
         problem: str | None = None,
+        shape_of: Callable[..., tuple[Any, ...]] | None = None,
+        sizes: tuple[str, ...] = (),
+        least_size: int = 0,
         check: Callable[[Any], None] | None = None,
         pullback: Callable[..., Mapping[str, Any]] | None = None,
         symmetric: bool = False,
@@ -123,11 +129,13 @@ class Operation:
         self.name, self.attributes, self.inputs, self.outputs = name, attributes, inputs, outputs
         self.reference, self.oracle, self.bound, self.formula = reference, oracle, bound, formula
         self.vjp, self.symmetric, self.linear = vjp, symmetric, linear
-        self.check, self.pullback = check, pullback
+        self.check, self.pullback, self.shape_of = check, pullback, shape_of
+        self.sizes, self.least_size = sizes, least_size
         self.straight_through, self.ordered = straight_through or {}, ordered
         self.padding, self.least_rank, self.dtypes = padding, least_rank, dtypes
         # What is given of the attributes; the others are measured.
         self.given = {key: a for key, a in attributes.items() if not isinstance(a, Measured)}
+        self._measures = [(a.measure, a.of) if isinstance(a, Measured) else (None, "") for a in attributes.values()]
         sized = {a.of: key for key, a in attributes.items() if isinstance(a, SizeOf)}
         arrays = {**inputs, **outputs}
         # By what is optional the field of the descriptor that says whether it is there: a flag, or its size.
@@ -148,8 +156,13 @@ class Operation:
         self.plan_type = self._plan_type()
         # Outputs that are laid out as the problem's array.
         alike = [key for key, a in outputs.items() if isinstance(a, Like) and not (a.compute or a.dtype)]
-        self.alike = frozenset([] if self.shaped else alike)
+        self.alike = frozenset([] if self.shaped or shape_of else alike)
         self.planned = self._planned()
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether there is a gradient of it."""
+        return self.vjp is not None or self.pullback is not None
 
     def __repr__(self) -> str:
         return f"Operation({self.name!r})"
@@ -162,8 +175,11 @@ class Operation:
 
     def _descriptor_type(self) -> type[OperationDescriptor]:
         name, where = self._typed("Descriptor")
-        fields: list[Any] = [("shape", tuple[int, ...])]
+        if self.sizes:
+            where["shape"] = property(lambda problem: tuple([getattr(problem, key) for key in self.sizes]))
+        fields: list[Any] = [(key, int) for key in self.sizes[:1]] or [("shape", tuple[int, ...])]
         fields += [(key, int) for key, a in self.attributes.items() if a.required]
+        fields += [(key, int) for key in self.sizes[1:]]
         fields.append(("dtype", str, field(default="int64")) if self.integral else ("dtype", str))
         fields += [
             (key, type(a.default), field(default=a.default)) for key, a in self.attributes.items() if not a.required
@@ -178,6 +194,11 @@ class Operation:
         made.__module__ = where["__module__"]
         return made
 
+    def described(self, make: Callable[..., Any], shape: Any, *fields: Any) -> Any:
+        """A descriptor, from the problem's shape and what follows it in `fields`."""
+        named = dict(zip(self.fields[1:], fields, strict=True))
+        return make(**named, **(dict(zip(self.sizes, shape, strict=True)) if self.sizes else {"shape": shape}))
+
     def _plan_type(self) -> type[Plan]:
         name, where = self._typed("Plan")
         arrays = ", ".join(f"{key}={key}" for key in [*self.inputs, *self.outputs])
@@ -190,7 +211,7 @@ class Operation:
         @functools.lru_cache(maxsize=4096)
         def select(device: str, generation: int, *fields: Any) -> Planned:
             make: Callable[..., OperationDescriptor] = self.descriptor_type
-            plan = self.plan_type.select(make(**dict(zip(self.fields, fields, strict=True))), device)
+            plan = self.plan_type.select(self.described(make, *fields), device)
             operands = plan.descriptor.operands()
             arrays = {w: [(o.name, o.shape, o.dtype) for o in operands if o.output is w] for w in (False, True)}
             return Planned(plan, tuple(arrays[False]), tuple(arrays[True]))
@@ -226,7 +247,7 @@ class Operation:
         reduction = self.reduction(settings)
         if any(isinstance(a, Loss) for a in self.inputs.values()) and reduction not in ("none", "sum"):
             return False
-        if any(isinstance(a, Total) for a in (*self.inputs.values(), *self.outputs.values())):
+        if any(isinstance(a, (Sized, Total)) for a in (*self.inputs.values(), *self.outputs.values())):
             return False
         return not any(
             (isinstance(a, AlongAxis) and settings.get(key, not a.optional))
@@ -238,12 +259,9 @@ class Operation:
         """All attributes, from those that are given and the inputs that the others are measured from."""
         if len(self.given) == len(self.attributes):
             return values
-        given = iter(values)
+        name, given = self.name, iter(values)
         return tuple(
-            [
-                a.measure(self.name, inputs.get(a.of)) if isinstance(a, Measured) else next(given)
-                for a in self.attributes.values()
-            ]
+            [next(given) if measure is None else measure(name, inputs.get(of)) for measure, of in self._measures]
         )
 
     def reduction(self, settings: Mapping[str, Any]) -> str:
@@ -260,7 +278,8 @@ class Operation:
                 return dict.fromkeys(wrt.accepted, only)
             if len(self.inputs) == 1:
                 return dict.fromkeys(self.inputs, only)
-        return {key: f"d{key}" for key in self.inputs if f"d{key}" in vjp.outputs}
+        named = [(key, name) for key in self.inputs for name in (f"d{key}", f"d_{key}")]
+        return {key: name for key, name in named if name in vjp.outputs}
 
     # --- what follows for one problem --------------------------------------------------------------------------------
     def operands(self, descriptor: Any) -> tuple[Operand, ...]:

@@ -25,9 +25,8 @@ from isograd.gather.plans import (
     TakeAlongAxisPlan,
 )
 from isograd.ops import OPERATIONS
+from isograd.ops.router.operation import MOE_ROUTER, MOE_ROUTER_BACKWARD
 from isograd.ops.softmax.operation import LOG_SOFTMAX, SOFTMAX
-from isograd.router.descriptors import MoeRouterBackwardDescriptor, MoeRouterDescriptor, checked_options
-from isograd.router.plans import MoeRouterBackwardPlan, MoeRouterPlan
 from isograd.runtime.fenv import default_environment
 from isograd.typing import Alignment, Scoring
 
@@ -143,16 +142,24 @@ def take_along_axis(x: mx.array, indices: mx.array, axis: int = -1) -> Any:
 # --- routing ---------------------------------------------------------------------------------------------------------
 @functools.lru_cache(maxsize=256)
 def _router(k: int, scoring: str, renormalize: bool, groups: int, group_k: int, scale: float) -> Function:
+    def planned(op: Operation, options: dict[str, Any], logits: Any, **inputs: Any) -> Any:
+        make: Function = op.descriptor_type
+        options |= {"scoring": scoring, "renormalize": renormalize, "scale": scale}
+        return _computed(
+            op.plan_type, make(tuple(logits.shape), k, dtype_name(logits), **options), logits=logits, **inputs
+        )
+
     def forward(logits: Any, *bias: Any) -> Any:
         inputs = {"logits": logits} | ({"bias": bias[0]} if bias else {})
-        options = scoring, renormalize, bool(bias), groups, group_k, scale
-        descriptor = MoeRouterDescriptor(tuple(logits.shape), k, dtype_name(logits), *options)
-        return _computed(MoeRouterPlan, descriptor, **inputs)
+        options = {"groups": groups, "group_k": group_k, "bias": bool(bias)}
+        return planned(MOE_ROUTER, options, **inputs)
 
     def gradient(dweights: Any, logits: Any, experts: Any) -> Any:
-        options = scoring, renormalize, scale, dtype_name(experts)
-        descriptor = MoeRouterBackwardDescriptor(tuple(logits.shape), k, dtype_name(logits), *options)
-        return _computed(MoeRouterBackwardPlan, descriptor, dweights=dweights, logits=logits, experts=experts)
+        inputs, options = (
+            {"dweights": dweights, "logits": logits, "experts": experts},
+            {"index_dtype": dtype_name(experts)},
+        )
+        return planned(MOE_ROUTER_BACKWARD, options, **inputs)
 
     once = _differentiable("moe_router_backward", gradient, None)
 
@@ -183,16 +190,22 @@ def moe_router(
     """
     name = "moe_router"
     _require_array(name, "logits", logits)
-    checked_options(name, scoring, renormalize, scale)
-    numbers = [functional.integer(name, n, v) for n, v in (("k", k), ("groups", groups), ("group_k", group_k))]
-    route = _router(numbers[0], scoring, renormalize, *numbers[1:], float(scale))
+    given = {
+        "k": k,
+        "scoring": scoring,
+        "renormalize": renormalize,
+        "groups": groups,
+        "group_k": group_k,
+        "scale": scale,
+    }
+    route = _router(**{key: MOE_ROUTER.given[key].plain(name, key, value) for key, value in given.items()})
     if bias is None:
         return route(logits)
     _require_array(name, "bias", bias)
-    given, expected = (tuple(bias.shape), dtype_name(bias)), (tuple(logits.shape[-1:]), "float32")
-    if given != expected:
+    found, expected = (tuple(bias.shape), dtype_name(bias)), (tuple(logits.shape[-1:]), "float32")
+    if found != expected:
         raise InvalidProblemError(
-            f"{name}: bias has shape {given[0]} and dtype {given[1]}; expected {expected[0]} and {expected[1]}"
+            f"{name}: bias has shape {found[0]} and dtype {found[1]}; expected {expected[0]} and {expected[1]}"
         )
     return route(logits, bias)
 

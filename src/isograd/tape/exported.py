@@ -15,6 +15,15 @@ from isograd.ops.layernorm.api import (
 from isograd.ops.rmsnorm.api import (
     rmsnorm,
 )
+from isograd.ops.router.api import (
+    load_balancing_loss,
+    moe_combine,
+    moe_permute,
+    moe_router,
+    renormalize,
+    router_z_loss,
+    top_k,
+)
 from isograd.ops.softmax.api import (
     log_softmax,
     softmax,
@@ -28,8 +37,15 @@ __all__ = [
     "gumbel_softmax",
     "kl_div",
     "layernorm",
+    "load_balancing_loss",
     "log_softmax",
+    "moe_combine",
+    "moe_permute",
+    "moe_router",
+    "renormalize",
     "rmsnorm",
+    "router_z_loss",
     "softmax",
     "sparsemax",
+    "top_k",
 ]

@@ -19,14 +19,12 @@ from isograd.flash_attention.options import AttentionOptions
 from isograd.flash_attention.problem import Given
 from isograd.losses.cross_entropy import Options
 from isograd.losses.linear_cross_entropy import LinearOptions
-from isograd.router import api as router
 from isograd.tape import (
     attention_rules,
     choice_rules,
     gather_rules,
     index_rules,
     loss_rules,
-    router_rules,
     rules,
     variable,
 )
@@ -196,56 +194,7 @@ def concatenate(operands: Sequence[Operand], axis: int = 0) -> Variable:
     return apply(rules.concatenate, *operands, axis=axis)
 
 
-# --- routing; integer arrays are plain arrays, which have no gradient -------------------------------------------------
-def _require_variable(operation: str, argument: str, x: Any) -> Variable:
-    if not isinstance(x, Variable):
-        raise InvalidProblemError(f"{operation}: {argument} is {type(x).__name__}; expected a variable of a tape")
-    return x
-
-
-def top_k(x: Variable, k: int, axis: int = -1) -> tuple[Variable, NDArray[np.int64]]:
-    """The k largest elements of an axis in descending order, and their indices, as `isograd.top_k`."""
-    values, indices = router.top_k(_require_variable("top_k", "x", x).value, k, axis)
-    # The caller gets a copy and may overwrite it, here and in `moe_router`.
-    return apply(router_rules.top_k, x, indices=indices, values=values, axis=axis), indices.copy()
-
-
-def renormalize(w: Variable, axis: int = -1) -> Variable:
-    """The elements of an axis divided by their order-free sum."""
-    return apply(router_rules.renormalize, w, axis=axis)
-
-
-def moe_router(
-    logits: Variable, k: int, *, bias: NDArray[Any] | None = None, groups: int = 1, group_k: int = 1, **options: Any
-) -> tuple[Variable, NDArray[np.int64]]:
-    """The weights of every token's experts, in the work type, and the experts, as `isograd.moe_router`."""
-    value = _require_variable("moe_router", "logits", logits).value
-    weights, experts = router.moe_router(value, k, bias=bias, groups=groups, group_k=group_k, **options)
-    return apply(router_rules.moe_router, logits, experts=experts, weights=weights, options=options), experts.copy()
-
-
-def moe_permute(x: Variable, order: NDArray[np.int64], k: int) -> Variable:
-    """The tokens' rows in the order of the experts; the order is copied."""
-    return apply(router_rules.moe_permute, x, order=copied(order, "moe_permute", "order"), k=k)
-
-
-def moe_combine(expert_out: Operand, weights: Operand, order: NDArray[np.int64]) -> Variable:
-    """The weighted sums of the tokens' rows; weights are in the work type of expert_out."""
-    order = copied(order, "moe_combine", "order")
-    return apply(router_rules.moe_combine, expert_out, weights, one_dtype=False, order=order)
-
-
-def load_balancing_loss(probabilities: Variable, experts: NDArray[Any], num_experts: int | None = None) -> Variable:
-    """The load-balancing loss, in the work type; the experts are copied."""
-    experts = copied(experts, "load_balancing_loss", "experts")
-    return apply(router_rules.load_balancing_loss, probabilities, experts=experts, num_experts=num_experts)
-
-
-def router_z_loss(logits: Variable) -> Variable:
-    """The mean of the squared logsumexp of the tokens, in the work type."""
-    return apply(router_rules.router_z_loss, logits)
-
-
+# --- gather ----------------------------------------------------------------------------------------------------------
 def take_along_axis(x: Variable, indices: Any, axis: int = -1) -> Variable:
     """Values along an axis at an array of indices; see `isograd.take_along_axis`."""
     return apply(gather_rules.take_along_axis, x, indices=copied(indices, "take_along_axis", "indices"), axis=axis)

@@ -30,7 +30,8 @@ def record(op: Operation, inputs: tuple[Any, ...], attributes: tuple[Any, ...]) 
         arrays: dict[str, Any] = dict.fromkeys(op.inputs) | constants | dict(zip(given, values, strict=True))
         taken = tuple(arrays.values())
         results = _several(call.function(op)(taken, attributes))
-        others.extend(results[1:])
+        # The caller may overwrite what the vjp reads.
+        others.extend([r.copy() for r in results[1:]])
         arrays |= zip(op.outputs, results, strict=True)
         if vjp.shaped:
             handed.update(shape=arrays[op.problem].shape, dtype=arrays[op.problem].dtype.name)
@@ -55,7 +56,8 @@ def record(op: Operation, inputs: tuple[Any, ...], attributes: tuple[Any, ...]) 
         return results[0], tuple([gradient(name) for name in given])
 
     rule.__name__ = op.name
-    value = apply(rule, *given.values())
+    one_dtype = not any(op.inputs[key].compute or op.inputs[key].dtype for key in given)
+    value = apply(rule, *given.values(), one_dtype=one_dtype)
     return (value, *others) if others else value
 
 
@@ -66,7 +68,7 @@ def _pulled_back(op: Operation, inputs: tuple[Any, ...], attributes: tuple[Any, 
 
     def rule(*values: Array) -> Result:
         results = _several(call.function(op)(values, attributes))
-        others.extend(results[1:])
+        others.extend([r.copy() for r in results[1:]])
         arrays, handed = zip(op.inputs, values, strict=True), dict(zip(op.given, attributes, strict=True))
         saved = dict(arrays), dict(zip(op.outputs, results, strict=True)), handed
         return results[0], tuple([lambda g, key=key: pull(g, *saved)[key] for key in op.inputs])

@@ -32,21 +32,12 @@ from isograd.torch.clipping import clip_grad_norm_, get_total_norm
 from isograd.torch.dot_product import attention, scaled_dot_product_attention
 from isograd.torch.exported import *  # noqa: F403
 from isograd.torch.huggingface import register_transformers
-from isograd.torch.indexing import embedding, gather, index_add, index_select, scatter_add, take_along_dim, topk
+from isograd.torch.indexing import embedding, gather, index_add, index_select, scatter_add, take_along_dim
 from isograd.torch.losses import (
     cross_entropy,
     linear_cross_entropy,
 )
 from isograd.torch.modules import CrossEntropyLoss, KLDivLoss, LogSoftmax, Softmax
-from isograd.torch.routing import (
-    expert_counts,
-    expert_permutation,
-    load_balancing_loss,
-    moe_combine,
-    moe_permute,
-    moe_router,
-    router_z_loss,
-)
 
 if TYPE_CHECKING:
     from isograd.torch import distributed
@@ -71,24 +62,16 @@ __all__ = [
     "cross_entropy",
     "distributed",
     "embedding",
-    "expert_counts",
-    "expert_permutation",
     "gather",
     "get_total_norm",
     "index_add",
     "index_select",
     "linear_cross_entropy",
-    "load_balancing_loss",
-    "moe_combine",
-    "moe_permute",
-    "moe_router",
     "optim",
     "register_transformers",
-    "router_z_loss",
     "scaled_dot_product_attention",
     "scatter_add",
     "take_along_dim",
-    "topk",
     "trace",
     "use",
 ]

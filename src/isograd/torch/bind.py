@@ -19,12 +19,12 @@ from isograd.core import call as core_call
 from isograd.core import encoder, faults, functional
 from isograd.core.attributes import DtypeOf, Measured, SizeOf, Word, signed
 from isograd.core.checks import INDEX_DTYPES, real_number
-from isograd.core.operands import AlongAxis, Array, Like, Loss
+from isograd.core.operands import Array, Like, Loss
 from isograd.core.operation import Operation
 from isograd.errors import InvalidProblemError, IsogradError, UnsupportedError
-from isograd.numerics.losses import divisor
 from isograd.runtime.memory import with_huge_pages
-from isograd.torch import define, derivatives, members, sharding
+from isograd.torch import batching, define, derivatives, sharding
+from isograd.torch.batching import OF_ELEMENTS
 from isograd.torch.tensors import (
     DTYPES,
     NAMES,
@@ -53,6 +53,13 @@ Named = Mapping[str, Any]
 _bound: dict[str, "Bound"] = {}
 
 
+def _measure(a: Measured) -> Callable[[str, Any], Any]:
+    """How an attribute is measured from a tensor; a dtype without a look at what else may be wrong with it."""
+    if not isinstance(a, DtypeOf):
+        return a.measure
+    return lambda name, t: a.default if t is None else NAMES.get(t.dtype) or a.measure(name, t)
+
+
 class Bound:
     """The operator of an operation, and what is said of its arguments: inputs, then settings."""
 
@@ -69,17 +76,22 @@ class Bound:
         settings = [*[a.default for a in op.arguments.values()], *[False] * len(self.flags)]
         self._defaults = (*[None] * len(op.inputs), *settings)
         self._inputs, self.problem = len(op.inputs), None if op.shaped else list(op.inputs).index(op.problem)
-        self.axis, self._reduction = (
+        self.axis, self.reduction_place = (
             list(op.arguments).index(key) if key in op.given else None for key in ("axis", "reduction")
         )
-        self._kinds = tuple(zip(self.names, op.inputs.values(), strict=False))
+        self.kinds = tuple(zip(self.names, op.inputs.values(), strict=False))
         self._optional = tuple([i for i, key in enumerate(op.inputs) if key in op.optional])
         self._words = tuple([i for i, a in enumerate(op.arguments.values()) if isinstance(a, Word)])
         measured = [
             (key, list(op.inputs).index(a.of), a) for key, a in op.attributes.items() if isinstance(a, Measured)
         ]
         self._sizes = tuple([(key, i, isinstance(a, SizeOf)) for key, i, a in measured if not isinstance(a, DtypeOf)])
-        self._measured = bool(measured)
+        # For each attribute its place among those that are given, or how it is measured and from which input.
+        self._found: list[tuple[int, Any, int]] = (
+            [(list(op.given).index(key), None, 0) for key in op.given] if measured else []
+        )
+        for key, i, a in measured:
+            self._found.insert(list(op.attributes).index(key), (0, _measure(a), i))
         dtypes = [op.attributes.get(a.dtype) for a in op.inputs.values()]
         fixed = [i for i, a in enumerate(op.inputs.values()) if a.dtype in INDEX_DTYPES]
         fixed += [self.problem] if op.integral and self.problem is not None else []
@@ -126,7 +138,11 @@ class Bound:
         """What has the problem's shape, dtype and device."""
         if self.problem is None:
             return Described(tuple(settings[0]), settings[1], inputs[0].device)
-        return inputs[self.problem]
+        like = inputs[self.problem]
+        if self.op.shape_of is None:
+            return like
+        named = dict(zip(self.op.inputs, inputs, strict=True))
+        return Described(self.op.shape_of(self.op.name, named, self.named(inputs, settings)), like.dtype, like.device)
 
     def named(self, inputs: Values, settings: Values) -> Named:
         """The attributes that shapes follow from."""
@@ -135,9 +151,9 @@ class Bound:
             if (tensor := inputs[i]) is None:
                 found[key] = None
             elif size:
-                found[key] = tensor.shape[-1] if tensor.dim() else 0
+                found[key] = tensor.shape[-1] if len(tensor.shape) else 0
             else:
-                found[key] = tensor.dim() > 1
+                found[key] = len(tensor.shape) > 1
         return found
 
     def along(self, settings: Values, shape: Any) -> int:
@@ -146,7 +162,7 @@ class Bound:
 
     def reduction(self, settings: Values) -> str:
         """What becomes of losses."""
-        return "none" if self._reduction is None else str(settings[self._reduction])
+        return "none" if self.reduction_place is None else str(settings[self.reduction_place])
 
     def moved(self, settings: Values, axis: int) -> Values:
         """The settings for another axis."""
@@ -164,10 +180,10 @@ class Bound:
             settings = settings[:-1]
         if self.problem is None:
             settings = settings[2:]
-        if not (self._optional or self._measured):
-            return settings
-        count, given = len(self.op.given), [inputs[i] is not None for i in self._optional]
-        values = self.op.complete(settings[:count], dict(zip(self.op.inputs, inputs, strict=True)))
+        name, count, given = self.op.name, len(self.op.given), [inputs[i] is not None for i in self._optional]
+        if not self._found:
+            return (*settings[:count], *given, *settings[count:]) if given else settings
+        values = [settings[p] if measure is None else measure(name, inputs[i]) for p, measure, i in self._found]
         return (*values, *given, *settings[count:])
 
     def check(self, inputs: Values, settings: Values) -> int:
@@ -176,7 +192,7 @@ class Bound:
         of = "dtype" if self.problem is None else self.names[self.problem]
         if len(inputs) > 1:
             require_device(name, **dict(zip(self.names, inputs, strict=False)))
-            for (key, array), tensor in zip(self._kinds, inputs, strict=True):
+            for (key, array), tensor in zip(self.kinds, inputs, strict=True):
                 if tensor is None or tensor is like:
                     continue
                 if array.dtype in INDEX_DTYPES and NAMES.get(tensor.dtype) != array.dtype:
@@ -194,7 +210,7 @@ class Bound:
                     )
         (require_index if self.op.integral else require_storage)(name, like, of)
         axis, known = self.along(settings, like.shape), self.named(inputs, settings)
-        for (key, array), tensor in zip(self._kinds, inputs, strict=True):
+        for (key, array), tensor in zip(self.kinds, inputs, strict=True):
             if tensor is not None and not isinstance(array, Like):
                 expected = array.shape(tuple(like.shape) or (1,) * self.op.least_rank, axis, known)
                 if tuple(tensor.shape) != expected:
@@ -216,7 +232,8 @@ class Bound:
             if asked and key in self.op.alike:
                 outputs.append(torch.empty_like(like))
                 continue
-            size = (0,) if not asked else like.shape if isinstance(a, Like) else a.shape(shape, axis, known)
+            scalar = isinstance(a, OF_ELEMENTS) and not len(like.shape)
+            size = (0,) if not asked else like.shape if scalar else a.shape(shape, axis, known)
             wider = a.compute and not self.narrow(settings)
             dtype = work_dtype(like.dtype) if wider else _DTYPES.get(a.dtype, like.dtype)
             outputs.append(empty(size, like, dtype))
@@ -258,62 +275,15 @@ class Bound:
 
     def rows_of_one(self, inputs: Values) -> Values:
         """Tensors without dimensions as rows of one element."""
-        return tuple(
-            [t.reshape(1) if isinstance(a, Like) else t for (_, a), t in zip(self._kinds, inputs, strict=True)]
-        )
+        return tuple([t.reshape(1) if isinstance(a, Like) else t for (_, a), t in zip(self.kinds, inputs, strict=True)])
 
     def _run_scalar(self, inputs: Values, settings: Values) -> Any:
         self.check(inputs, settings)
         rows = self.rows_of_one(inputs)
         found = self.run(*rows, *self.moved(settings, 0))
         outputs = zip(self.asked(settings), found if isinstance(found, tuple) else (found,), strict=True)
-        shaped = [t.view(()) if isinstance(a, Like) else t for (_, a, _), t in outputs]
+        shaped = [t.view(()) if isinstance(a, OF_ELEMENTS) else t for (_, a, _), t in outputs]
         return self.results(shaped)
-
-    def batch(self, op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-        """Over a batch, which is a dimension of rows like the others unless it has a weight for every member."""
-        inputs, settings = self.split(args)
-        dims = [d if isinstance(d, int) else None for d in (*in_dims, *[None] * len(inputs))][: len(inputs)]
-        if self.reduction(settings) != "none":
-            return self._batch_reduced(op, size, inputs, dims, settings)
-        shared = all(d is None or not isinstance(a, AlongAxis) for (_, a), d in zip(self._kinds, dims, strict=True))
-        if not (shared and self.has_parts(settings)):
-            return define.one_by_one(op, size, in_dims, *args)
-        moved = [
-            t if t is None or isinstance(a, AlongAxis) else define.batched(t, d, size)
-            for (_, a), t, d in zip(self._kinds, inputs, dims, strict=True)
-        ]
-        assert self.problem is not None
-        shape = moved[self.problem].shape[1:]
-        if len(shape) < self.op.least_rank:
-            moved = [t.unsqueeze(1) if isinstance(a, Like) else t for (_, a), t in zip(self._kinds, moved, strict=True)]
-        axis = self.along(settings, shape)
-        found = op(*moved, *self.moved(settings, axis + 1))
-        outputs = []
-        for (_, a, asked), t in zip(self.asked(settings), found if isinstance(found, tuple) else (found,), strict=True):
-            member = t if len(shape) >= self.op.least_rank or not isinstance(a, Like) else t.squeeze(1)
-            outputs.append(member if asked else t.new_empty((size, 0)))
-        return self.results(outputs), (0,) * len(outputs) if len(outputs) > 1 else 0
-
-    def _batch_reduced(
-        self, op: define.Operator, size: int, inputs: Values, dims: list[int | None], settings: Values
-    ) -> tuple[Tensor, int]:
-        """Over a batch of losses: all as they are, then reduced for every member as it is alone."""
-        reduction, narrow = self.reduction(settings), self.narrow(settings)
-        moved: list[Any] = [t if t is None else define.batched(t, d, size) for t, d in zip(inputs, dims, strict=True)]
-        assert self.problem is not None
-        shape = tuple(moved[self.problem].shape)
-        for i, (_, a) in enumerate(self._kinds):
-            if isinstance(a, Loss):
-                losses = a.shape(shape, -1)
-                moved[i] = members.spread(moved[i], reduction, losses, partial(divisor, reduction, losses[1:]))
-        assert self._reduction is not None
-        settings = (*settings[: self._reduction], "none", *settings[self._reduction + 1 :])
-        found = op(*moved, *(settings[:-1] if self.has_loss else settings))
-        if not isinstance(next(iter(self.op.outputs.values())), Loss):
-            return found, 0
-        loss = members.reduced(found, reduction, partial(divisor, reduction, tuple(found.shape[1:])))
-        return (loss.to(moved[self.problem].dtype) if narrow else loss), 0
 
     def cast(self, *args: Any) -> Any:
         """As `run` under autocast: narrow inputs become float32."""
@@ -331,7 +301,7 @@ class Bound:
             for d in range(len(shape)):
                 if d != axis or self.op.elementwise:
                     outputs = [a.place(axis, d, known) if asked else None for _, a, asked in self.asked(settings)]
-                    given = zip(self._kinds, inputs, strict=True)
+                    given = zip(self.kinds, inputs, strict=True)
                     yield outputs, [a.place(axis, d, known) for (_, a), tensor in given if tensor is not None]
 
 
@@ -343,6 +313,7 @@ def operator(
     tangent: Callable[..., Any] | None = None,
     batch: Callable[..., tuple[Any, Any]] | None = None,
     autocast: tuple[str, ...] = (),
+    cuts: Callable[..., Iterator[Any]] | None = None,
 ) -> Bound:
     """Define the operator of an operation, after that of its vjp.
 
@@ -351,7 +322,8 @@ def operator(
     inputs by name; for an operation without a vjp, which is differentiated a second time.
     tangent: (saved tensors, settings, tangents of the inputs) -> those of the outputs; where the Jacobian is not
     symmetric. batch: (operator, size, batch dimensions, *arguments) -> (outputs, theirs), where a batch is no dimension
-    like the others. autocast: the devices under whose autocast narrow inputs become float32.
+    like the others. autocast: the devices under whose autocast narrow inputs become float32. cuts: where
+    DTensors may be cut, for other arrays than rows.
     """
     bound = Bound(op)
     if gradient is not None:
@@ -367,12 +339,12 @@ def operator(
         run=bound.run,
         fake=bound.fake,
         gradient=gradient,
-        batch=batch or bound.batch,
+        batch=batch or partial(batching.of_rows, bound),
         autocast=dict.fromkeys(autocast, bound.cast),
     )
     bound.function = function(bound)
     if not op.ordered:
-        sharding.add(op.name, bound.cuts)
+        sharding.add(op.name, cuts or bound.cuts)
     _bound[op.name] = bound
     return bound
 
@@ -477,12 +449,17 @@ def _into(
         try:
             if like.dim() >= op.least_rank:
                 return core_call.planned(op)(inputs, values, wanted, out)
-            row = out if out is None or out.dim() else out.view(1)
+            of_elements = isinstance(next(iter(op.outputs.values())), OF_ELEMENTS)
+            row = out.view(1) if out is not None and of_elements and not out.dim() else out
             found = core_call.planned(op)(bound.rows_of_one(inputs), values, wanted, row)
         except IsogradError as error:
             raise faults.named(op.name, at=None, **_SPELLED).renamed(error) from None
         shaped = zip(op.outputs.values(), found if isinstance(found, tuple) else (found,), strict=False)
-        return out if out is not None else bound.results([t.view(()) if isinstance(a, Like) else t for a, t in shaped])
+        return (
+            out
+            if out is not None
+            else bound.results([t.view(()) if isinstance(a, OF_ELEMENTS) else t for a, t in shaped])
+        )
 
 
 def applied(op: Operation, inputs: Values, attributes: Values, wanted: tuple[str, ...], out: Any) -> Any:

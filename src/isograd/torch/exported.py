@@ -15,6 +15,17 @@ from isograd.ops.layernorm.torch import (
 from isograd.ops.rmsnorm.torch import (
     rms_norm,
 )
+from isograd.ops.router.torch import (
+    expert_counts,
+    expert_permutation,
+    load_balancing_loss,
+    moe_combine,
+    moe_permute,
+    moe_router,
+    renormalize,
+    router_z_loss,
+    topk,
+)
 from isograd.ops.softmax.torch import (
     log_softmax,
     log_softmax_backward,
@@ -27,13 +38,22 @@ from isograd.ops.sparsemax.torch import (
 
 __all__ = [
     "distillation_loss",
+    "expert_counts",
+    "expert_permutation",
     "gumbel_softmax",
     "kl_div",
     "layer_norm",
+    "load_balancing_loss",
     "log_softmax",
     "log_softmax_backward",
+    "moe_combine",
+    "moe_permute",
+    "moe_router",
+    "renormalize",
     "rms_norm",
+    "router_z_loss",
     "softmax",
     "softmax_backward",
     "sparsemax",
+    "topk",
 ]

@@ -1,6 +1,6 @@
 """Values by index, and sums over repeated indices, in torch's spelling."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,9 +8,8 @@ from torch import Tensor
 from isograd.core import encoder
 from isograd.core.checks import real_number
 from isograd.core.faults import named
-from isograd.errors import InvalidProblemError, UnsupportedError
+from isograd.errors import InvalidProblemError
 from isograd.torch.ops_gather import GATHER, SCATTER_ADD
-from isograd.torch.ops_router import TOP_K
 from isograd.torch.ops_rows import EMBEDDING, INDEX_ADD, INDEX_SELECT
 from isograd.torch.ops_scaled import SCALED
 from isograd.torch.tensors import checked_index, integer, normalized_dim, refuse, require_dense
@@ -20,13 +19,6 @@ def enter(operation: str) -> None:
     """Raise inside an encoder, which records plans and not operators."""
     if not torch.compiler.is_compiling() and encoder.recordings:
         encoder.refuse(operation, "the call is isograd.torch's")
-
-
-class TopK(NamedTuple):
-    """The result of `topk`."""
-
-    values: Tensor
-    indices: Tensor
 
 
 def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Tensor:  # noqa: A002
@@ -175,18 +167,3 @@ def embedding(
     if weight.dim() != 2 or not -weight.shape[0] <= row < weight.shape[0]:
         raise InvalidProblemError(f"{name}: padding_idx is {row} for a weight of shape {tuple(weight.shape)}")
     return EMBEDDING(weight, input, row if row >= 0 else row + weight.shape[0])  # type: ignore[no-any-return]
-
-
-def topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> TopK:  # noqa: A002
-    """`torch.topk`: the k largest elements along `dim`, in descending order whatever `sorted` says, and their places.
-
-    k: 1 to the size along dim. Of equal elements the one with the lower index comes first (torch leaves that open), NaN
-    counts as larger than everything, as in torch. The values keep their bits. Differentiable as `gather`.
-
-    Raises UnsupportedError for `largest=False`, otherwise as `gather`.
-    """
-    enter("topk")
-    require_dense("topk", input, "input")
-    if not largest:
-        raise UnsupportedError("topk: largest is False; accepted: True, or topk of -input where NaN may come first")
-    return TopK(*TOP_K(input, integer("topk", "k", k), integer("topk", "dim", dim)))

@@ -78,7 +78,7 @@ _INDEXING: tuple[Callable[..., Any], ...] = (
     indexing.scatter_add,
     indexing.index_add,
     indexing.index_select,
-    indexing.topk,
+    exported.topk,
 )
 _FUNCTIONAL: tuple[Callable[..., Any], ...] = (
     dot_product.scaled_dot_product_attention,

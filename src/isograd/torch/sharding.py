@@ -109,10 +109,6 @@ def _cross_entropy_backward(
             yield [d], [row if reduction == "none" else None, d, target, *_given((weight, None)), row + 1]
 
 
-def _router(logits: Any, *_: Any) -> Iterator[Cut]:
-    return (([d, d], [d]) for d in _others(logits, -1))
-
-
 def _attention_axes(*args: Any) -> Iterator[tuple[int, list[int | None], bool]]:
     """Batch and heads where they may be cut: the axis, those of the operands, and whether bias has it."""
     q, k, _, bias, mask, q_ids, k_ids, q_ends, _, sinks, seed = args[:11]
@@ -140,7 +136,6 @@ def _attention_backward(do: Any, dlse: Any, o: Any, lse: Any, dbias: bool, dsink
 
 
 _CUTS: dict[str, Callable[..., Iterator[Cut]]] = {
-    "top_k": lambda x, k, dim: (([d, d], [d]) for d in _others(x, dim)),
     "gather": _gather,
     "scatter_add": _scatter_add,
     "index_select": lambda x, dim, index: (([d], [d, None]) for d in _others(x, dim)),
@@ -149,11 +144,6 @@ _CUTS: dict[str, Callable[..., Iterator[Cut]]] = {
     "embedding_backward": lambda grad, *_: iter([([1], [len(grad.shape) - 1, None])]),
     "cross_entropy": _cross_entropy,
     "cross_entropy_backward": _cross_entropy_backward,
-    "moe_router": _router,
-    "moe_router_backward": lambda dweights, logits, *_: (([d], [d, d, d]) for d in _others(logits, -1)),
-    "moe_permute": lambda x, order, k: iter([([1], [1, None])]),
-    "moe_permute_backward": lambda dy, order, k: iter([([1], [1, None])]),
-    "moe_combine": lambda rows, weights, order: iter([([1], [1, None, None])]),
     "scaled": lambda x, factor: (([d], [d, None if d or not factor.shape else 0]) for d in range(len(x.shape))),
     "divided": lambda x, divisor: (([d], [d, d]) for d in range(len(x.shape))),
     "attention": _attention,

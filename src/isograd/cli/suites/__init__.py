@@ -3,13 +3,12 @@
 A family has its suites in the file of its name; verify finds the kernels in the registry.
 """
 
-from isograd.cli.suites import attention, cross_entropy, gather, operations, router
+from isograd.cli.suites import attention, cross_entropy, gather, operations
 from isograd.core.cases import Case, Suite
 from isograd.runtime.fenv import default_environment
 
 SUITES: dict[str, Suite] = {
     **gather.SUITES,
-    **router.SUITES,
     **cross_entropy.SUITES,
     **operations.SUITES,
     **attention.SUITES,

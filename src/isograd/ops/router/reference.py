@@ -16,7 +16,9 @@ Everything is computed in the work type (rule 1) and rounded to the storage type
     router_z_loss         RN(Σ_t RN(lse_t lse_t) / T), lse_t = log Σ_e exp(x_te)
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,25 @@ from isograd.ops.softmax import reference as softmax_family
 from isograd.rows.reference import log_sum
 
 Array = NDArray[Any]
+
+
+def of_members(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function for a batch too: with `batched` the arrays' first dimension counts problems."""
+
+    @functools.wraps(function)
+    def computed(*first: Any, batched: bool = False, **inputs: Any) -> Any:
+        if not batched:
+            return function(*first, **inputs)
+        if "shape" in inputs:
+            inputs |= {"shape": inputs["shape"][1:]}
+        arrays = {key: value for key, value in inputs.items() if isinstance(value, np.ndarray)}
+        size = len(next(iter(arrays.values())))
+        if size == 0:  # as many of what one problem has
+            one = function(*first, **inputs | {key: np.zeros(a.shape[1:], a.dtype) for key, a in arrays.items()})
+            return np.asarray(one)[None][:0]
+        return np.stack([function(*first, **inputs | {key: a[i] for key, a in arrays.items()}) for i in range(size)])
+
+    return computed
 
 
 # --- top_k -----------------------------------------------------------------------------------------------------------
@@ -216,6 +237,7 @@ def _shares(experts: Array, num_experts: int, of: Any) -> Array:
         return np.asarray(expert_counts(experts, num_experts).astype(of) / of(experts.size))
 
 
+@of_members
 def load_balancing_loss(probabilities: Array, experts: Array) -> Array:
     """The loss of Switch Transformers, whose least value 1 stands for an even load; rank 0, in the work type."""
     p = ref.widen(probabilities).reshape(-1, probabilities.shape[-1])
@@ -226,6 +248,7 @@ def load_balancing_loss(probabilities: Array, experts: Array) -> Array:
         return ref.narrow(of(p.shape[1]) * total, p.dtype).reshape(())
 
 
+@of_members
 def load_balancing_loss_backward(dloss: Array, experts: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     """RN(RN(RN(dloss E) f_e) / T), the same for every token; the choice of the experts has no gradient."""
     of = ref.work_dtype(dtype)
@@ -248,6 +271,7 @@ def logsumexp(x: Array) -> Array:
         return ref.narrow(np.where(valid, top + (middle + low), m), x.dtype)
 
 
+@of_members
 def router_z_loss(logits: Array) -> Array:
     """The mean over tokens of the squared logsumexp of the widened logits; rank 0, in the work type."""
     x = ref.widen(logits).reshape(-1, logits.shape[-1])
@@ -257,6 +281,7 @@ def router_z_loss(logits: Array) -> Array:
         return ref.narrow(ref.order_free_sum((z * z)[None]) / of(len(x)), x.dtype).reshape(())
 
 
+@of_members
 def router_z_loss_backward(dloss: Array, logits: Array) -> Array:
     """dx_te = RN(RN(RN(2 lse_t dloss) / T) p_te), p the softmax of the widened logits."""
     x = ref.widen(logits).reshape(-1, logits.shape[-1])

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from isograd.core.descriptor import ErrorBound
 from isograd.numerics import constants as c
 from isograd.numerics import reference as ref
 from isograd.numerics.bounds import LARGEST, ulp
+from isograd.ops.router import oracle
+from isograd.ops.router import reference as definition
 from isograd.ops.softmax import bounds as softmax_bounds
-from isograd.router import oracle
-from isograd.router import reference as definition
 
 Floats = NDArray[Any]
 
@@ -112,25 +111,44 @@ def _take(s: Rough, experts: Floats) -> Rough:
     return Rough(np.take_along_axis(s.value, experts, -1), np.take_along_axis(s.error, experts, -1))
 
 
+def _quiet(bound: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which divides by zero where nothing is promised."""
+
+    @functools.wraps(bound)
+    def evaluated(*arguments: Any, **inputs: Any) -> Any:
+        with np.errstate(all="ignore"):
+            return bound(*arguments, **inputs)
+
+    return evaluated
+
+
 # --- one function an operation; each returns a bound for every result, None for integers ------------------------------
-def _top_k(storage: str, /, x: Floats, k: int, axis: int = -1) -> Any:
+@_quiet
+def top_k(storage: str, /, x: Floats, k: int, axis: int = -1) -> Any:
+    """Values are exact."""
     values, _ = definition.top_k(x, k, axis)
     return np.zeros(values.shape), None
 
 
-def _renormalize(storage: str, /, w: Floats, axis: int = -1) -> Any:
+@_quiet
+def renormalize(storage: str, /, w: Floats, axis: int = -1) -> Any:
+    """Of t."""
     work = _Work(storage)
     t, _ = _renormalized(work, work.exact(np.moveaxis(w, axis, -1)))
     return np.moveaxis(work.stored(t, storage), -1, axis)
 
 
-def _renormalize_backward(storage: str, /, dt: Floats, w: Floats, axis: int = -1) -> Any:
+@_quiet
+def renormalize_backward(storage: str, /, dt: Floats, w: Floats, axis: int = -1) -> Any:
+    """Of dw."""
     work = _Work(storage)
     moved = (work.exact(np.moveaxis(a, axis, -1)) for a in (dt, w))
     return np.moveaxis(work.stored(_renormalized_gradient(work, *moved), storage), -1, axis)
 
 
-def _moe_router(storage: str, /, logits: Floats, k: int, bias: Any = None, scale: float = 1.0, **options: Any) -> Any:
+@_quiet
+def moe_router(storage: str, /, logits: Floats, k: int, bias: Any = None, scale: float = 1.0, **options: Any) -> Any:
+    """Of the weights of the experts that the definition chooses."""
     work = _Work(storage)
     experts = definition.moe_router(logits, k, bias=bias, **options)[1]
     w = _take(_scores(work, logits, options.get("scoring", "softmax")), experts)
@@ -143,7 +161,8 @@ def _moe_router(storage: str, /, logits: Floats, k: int, bias: Any = None, scale
     return w.error, None
 
 
-def _moe_router_backward(
+@_quiet
+def moe_router_backward(
     storage: str,
     /,
     dweights: Floats,
@@ -154,6 +173,7 @@ def _moe_router_backward(
     scale: float = 1.0,
     **options: Any,
 ) -> Any:
+    """Of dlogits."""
     work = _Work(storage)
     experts = experts.astype(np.int64)
     s = _scores(work, logits, scoring)
@@ -173,16 +193,19 @@ def _moe_router_backward(
     return work.stored(dx, storage)
 
 
-def _nothing(storage: str, /, **inputs: Any) -> Any:
+def expert_counts(storage: str, /, **inputs: Any) -> Any:
     """Integers are exact."""
     return None
 
 
-def _permutation(storage: str, /, **inputs: Any) -> Any:
+def expert_permutation(storage: str, /, **inputs: Any) -> Any:
+    """Integers are exact."""
     return None, None
 
 
-def _moe_permute(storage: str, /, x: Floats, order: Floats, k: int) -> Any:
+@_quiet
+def moe_permute(storage: str, /, x: Floats, order: Floats, k: int) -> Any:
+    """Rows are exact."""
     return np.zeros((order.size, x.shape[1]))
 
 
@@ -193,17 +216,23 @@ def _combined(work: _Work, rows: Floats, weights: Floats | None, order: Floats, 
     return work.sum(terms)
 
 
-def _moe_permute_backward(storage: str, /, dy: Floats, order: Floats, k: int) -> Any:
+@_quiet
+def moe_permute_backward(storage: str, /, dy: Floats, order: Floats, k: int) -> Any:
+    """Of dx."""
     work = _Work(storage)
     return work.stored(_combined(work, dy, None, order, k), storage)[..., 0]
 
 
-def _moe_combine(storage: str, /, expert_out: Floats, weights: Floats, order: Floats) -> Any:
+@_quiet
+def moe_combine(storage: str, /, expert_out: Floats, weights: Floats, order: Floats) -> Any:
+    """Of y."""
     work = _Work(storage)
     return work.stored(_combined(work, expert_out, weights, order, weights.shape[1]), storage)[..., 0]
 
 
-def _moe_combine_backward(storage: str, /, dy: Floats, expert_out: Floats, weights: Floats, order: Floats) -> Any:
+@_quiet
+def moe_combine_backward(storage: str, /, dy: Floats, expert_out: Floats, weights: Floats, order: Floats) -> Any:
+    """Of d_expert_out and dweights."""
     work = _Work(storage)
     positions = definition.positions(order, weights.shape[1])
     g = work.exact(dy[:, None, :])
@@ -218,7 +247,10 @@ def _shares(work: _Work, experts: Floats, num_experts: int) -> Rough:
     return work.div(counts, work.rounded(np.longdouble(experts.size), 0, tiny=False))
 
 
-def _load_balancing_loss(storage: str, /, probabilities: Floats, experts: Floats) -> Any:
+@_quiet
+@definition.of_members
+def load_balancing_loss(storage: str, /, probabilities: Floats, experts: Floats) -> Any:
+    """Of the loss."""
     work = _Work(storage)
     n = probabilities.shape[-1]
     columns = work.sum(work.exact(probabilities.reshape(-1, n).T))
@@ -228,9 +260,12 @@ def _load_balancing_loss(storage: str, /, probabilities: Floats, experts: Floats
     return work.mul(work.rounded(np.longdouble(n), 0, tiny=False), total).error.reshape(())
 
 
-def _load_balancing_loss_backward(
+@_quiet
+@definition.of_members
+def load_balancing_loss_backward(
     storage: str, /, dloss: Floats, experts: Floats, shape: tuple[int, ...], dtype: str
 ) -> Any:
+    """Of dprobabilities."""
     work = _Work(storage)
     n, tokens = np.longdouble(shape[-1]), np.prod(shape[:-1], dtype=np.longdouble)
     product = work.mul(work.mul(work.exact(dloss), work.rounded(n, 0)), _shares(work, experts, shape[-1]))
@@ -244,14 +279,20 @@ def _logsumexp(work: _Work, x: Floats) -> Rough:
     return Rough(value, 2 * ulp(value, work.dtype) + ulp(log, work.dtype) + quanta)
 
 
-def _router_z_loss(storage: str, /, logits: Floats) -> Any:
+@_quiet
+@definition.of_members
+def router_z_loss(storage: str, /, logits: Floats) -> Any:
+    """Of the loss."""
     work = _Work(storage)
     z = _logsumexp(work, logits.reshape(-1, logits.shape[-1]))
     tokens = work.rounded(np.longdouble(z.value.size), 0, tiny=False)
     return work.div(work.sum(work.mul(z, z)), tokens).error.reshape(())
 
 
-def _router_z_loss_backward(storage: str, /, dloss: Floats, logits: Floats) -> Any:
+@_quiet
+@definition.of_members
+def router_z_loss_backward(storage: str, /, dloss: Floats, logits: Floats) -> Any:
+    """Of dlogits."""
     work = _Work(storage)
     x = logits.reshape(-1, logits.shape[-1])
     z = _logsumexp(work, x)
@@ -259,48 +300,3 @@ def _router_z_loss_backward(storage: str, /, dloss: Floats, logits: Floats) -> A
     factor = work.div(work.mul(work.add(z, z), work.exact(dloss)), tokens)
     dx = work.mul(Rough(factor.value[:, None], factor.error[:, None]), _scores(work, x, "softmax"))
     return work.stored(dx, storage).reshape(logits.shape)
-
-
-_EVALUATE: dict[str, tuple[str, Callable[..., Any]]] = {
-    "top_k": ("0", _top_k),
-    "renormalize": ("|t|·(k·q/2/|S| + 2u) + η + ulp(t)/2", _renormalize),
-    "renormalize_backward": (
-        "(4u·(|dt| + Σ|dt·t|) + k·q/2)/|S| + |dw|·(k·q/2/|S| + 2u) + η + ulp(dw)/2",
-        _renormalize_backward,
-    ),
-    "moe_router": ("that of s: 2 ulp(s) + n·q·s or 4.2u·s + 2η; renormalized (error(w) + t·error(S))/S", _moe_router),
-    "moe_router_backward": (
-        "4u·s·(|g| + Σ|s·g|) + error(s)·|g - Σs·g| + s·Σ(error(s)·|g| + s·error(g)) + ulp(dx)/2",
-        _moe_router_backward,
-    ),
-    "expert_counts": ("0", _nothing),
-    "expert_permutation": ("0", _permutation),
-    "moe_permute": ("0", _moe_permute),
-    "moe_permute_backward": ("k·q/2 + u·|dx| + ulp(dx)/2", _moe_permute_backward),
-    "moe_combine": ("u·Σ|w·o| + k·(q/2 + η) + u·|y| + ulp(y)/2", _moe_combine),
-    "moe_combine_backward": ("u·|w·dy| + η + ulp/2; u·Σ|dy·o| + D·(q/2 + η) + u·|dw|", _moe_combine_backward),
-    "load_balancing_loss": ("E·Σf·(T·q/2/T + 6u·P) + E·q/2 + 3u·loss", _load_balancing_loss),
-    "load_balancing_loss_backward": ("6u·|dp| + 3η + ulp(dp)/2", _load_balancing_loss_backward),
-    "router_z_loss": ("mean(2·|lse|·error(lse) + u·lse²) + q/2 + 3u·loss, error(lse) = 3 ulp + n·q", _router_z_loss),
-    "router_z_loss_backward": ("|dx|·(error(lse)/|lse| + error(p)/p + 5u) + ulp(dx)/2", _router_z_loss_backward),
-}
-
-
-def _of_members(evaluate: Callable[..., Any], dtype: str, inputs: dict[str, Any]) -> Floats:
-    """The bounds of a batch's problems, which the arrays' first dimension counts."""
-    if "shape" in inputs:
-        inputs = inputs | {"shape": inputs["shape"][1:]}
-    arrays = {name: value for name, value in inputs.items() if isinstance(value, np.ndarray)}
-    size = len(next(iter(arrays.values())))
-    return np.stack([evaluate(dtype, **inputs | {n: v[i] for n, v in arrays.items()}) for i in range(size)])
-
-
-def error_bound(operation: str, dtype: str, batched: bool = False) -> ErrorBound:
-    """The bound of an operation: one array a result, None for integers; call it with the inputs and the options."""
-    formula, evaluate = _EVALUATE[operation]
-
-    def quiet(**inputs: Any) -> Any:
-        with np.errstate(all="ignore"):
-            return _of_members(evaluate, dtype, inputs) if batched else evaluate(dtype, **inputs)
-
-    return ErrorBound(formula, functools.wraps(evaluate)(quiet))

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from isograd.numerics import triton_ops as ops
 from isograd.numerics.triton_memory import as_bits, report
-from isograd.router import triton_select as pieces
+from isograd.ops.router import triton_select as pieces
 from isograd.rows import triton_rows as rows
 
 

@@ -12,7 +12,7 @@ import torch
 
 from isograd.core import faults
 from isograd.devices.triton_launcher import Launcher, Specification, architecture, kept, power_of_two
-from isograd.router import triton_kernels, triton_moe
+from isograd.ops.router import triton_kernels, triton_moe
 from isograd.runtime.fenv import default_environment
 
 _TILE, _FAST_K = 1024, 128  # elements of a row that top_k holds, and how many of them it takes
@@ -255,7 +255,9 @@ def _top_k(tokens: int, n: int, k: int, strides: tuple[int, ...], dtype: torch.d
 
 @kept
 def _descending_keys(count: int, dtype: torch.dtype) -> Launcher:
-    return Launcher(triton_kernels.descending_keys, Specification((count, 1024), programs_of(count, 1024)))
+    return Launcher(
+        triton_kernels.descending_keys, Specification((count, 1024), programs_of(count, 1024), free=("count",))
+    )
 
 
 def top_k(x: torch.Tensor, values: torch.Tensor, indices: torch.Tensor, axis: int) -> None:
@@ -307,12 +309,17 @@ _BLOCK = 128  # entries of a block of the counting sort
 
 @kept
 def _rank(count: int, bound: int, code: int, dtype: torch.dtype) -> Launcher:
-    return Launcher(triton_moe.rank_entries, Specification((count, bound, code, _BLOCK), programs_of(count, _BLOCK), 8))
+    return Launcher(
+        triton_moe.rank_entries,
+        Specification((count, bound, code, _BLOCK), programs_of(count, _BLOCK), 8, free=("count",)),
+    )
 
 
 @kept
 def _scan_blocks(blocks: int, bins: int) -> Launcher:
-    return Launcher(triton_moe.scan_blocks, Specification((blocks, bins, 128, 16), programs_of(bins, 16)))
+    return Launcher(
+        triton_moe.scan_blocks, Specification((blocks, bins, 128, 16), programs_of(bins, 16), free=("blocks",))
+    )
 
 
 @kept
@@ -322,7 +329,10 @@ def _scan_experts(bins: int, stride: int) -> Launcher:
 
 @kept
 def _place(count: int, bound: int, stride: int, dtype: torch.dtype) -> Launcher:
-    return Launcher(triton_moe.place_entries, Specification((count, bound, stride, _BLOCK), programs_of(count, _BLOCK)))
+    return Launcher(
+        triton_moe.place_entries,
+        Specification((count, bound, stride, _BLOCK), programs_of(count, _BLOCK), free=("count",)),
+    )
 
 
 class _Counted(NamedTuple):
@@ -369,7 +379,10 @@ def _permute(count: int, k: int, width: int, code: int, strides: tuple[int, ...]
     block = min(power_of_two(width), 2048 // dtype.itemsize * 2)
     rows = max(1024 // block, 1)
     tail = (count, k, width, code, *strides, rows, block)
-    return Launcher(triton_moe.permute_rows, Specification(tail, programs_of(count, rows) * programs_of(width, block)))
+    return Launcher(
+        triton_moe.permute_rows,
+        Specification(tail, programs_of(count, rows) * programs_of(width, block), free=("count",)),
+    )
 
 
 def moe_permute(x: torch.Tensor, order: torch.Tensor, y: torch.Tensor, k: int) -> None:
@@ -383,7 +396,9 @@ def moe_permute(x: torch.Tensor, order: torch.Tensor, y: torch.Tensor, k: int) -
 
 @kept
 def _invert(count: int, code: int, stride: int) -> Launcher:
-    return Launcher(triton_moe.invert_order, Specification((count, code, stride, 256), programs_of(count, 256)))
+    return Launcher(
+        triton_moe.invert_order, Specification((count, code, stride, 256), programs_of(count, 256), free=("count",))
+    )
 
 
 def _inverse(operation: str, order: torch.Tensor) -> torch.Tensor:

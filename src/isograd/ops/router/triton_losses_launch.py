@@ -6,9 +6,9 @@ import torch
 
 from isograd.core import faults
 from isograd.devices.triton_launcher import Launcher, Specification, kept, power_of_two
+from isograd.ops.router import triton_moe
+from isograd.ops.router.triton_launch import Result, count_entries, matrix, native_pairs, programs_of, tile
 from isograd.reduction import cuda as reduction
-from isograd.router import triton_moe
-from isograd.router.triton_launch import Result, count_entries, matrix, native_pairs, programs_of, tile
 
 
 def _problems(x: torch.Tensor, batched: bool) -> tuple[int, int]:
@@ -27,7 +27,9 @@ def _totals(operation: str, experts: torch.Tensor, n: int, problems: int) -> tor
 
 @kept
 def _balance(problems: int, n: int, entries: int, stride: int, dtype: torch.dtype) -> Launcher:
-    return Launcher(triton_moe.balance, Specification((n, entries, stride, power_of_two(n)), problems))
+    return Launcher(
+        triton_moe.balance, Specification((n, entries, stride, power_of_two(n)), problems, free=("entries",))
+    )
 
 
 def load_balancing_loss(
@@ -51,7 +53,8 @@ def _balance_backward(
     block = min(power_of_two(n), 1024)
     rows = max(4096 // block, 1)
     tail = (problems, tokens, n, entries, *strides, rows, block)
-    specification = Specification(tail, problems * programs_of(tokens, rows) * programs_of(n, block))
+    programs = problems * programs_of(tokens, rows) * programs_of(n, block)
+    specification = Specification(tail, programs, free=("problems", "tokens", "entries"))
     return Launcher(triton_moe.balance_backward, specification)
 
 
@@ -78,7 +81,8 @@ def _z_loss(
 ) -> Launcher:
     t = tile(n, dtype.itemsize)
     tail = (rows, tokens, n, *strides, backward, *t.fixed, native)
-    return Launcher(triton_moe.z_loss_rows, Specification(tail, programs_of(rows, t.rows), t.warps))
+    specification = Specification(tail, programs_of(rows, t.rows), t.warps, free=("rows_", "tokens"))
+    return Launcher(triton_moe.z_loss_rows, specification)
 
 
 def router_z_loss(logits: torch.Tensor, loss: torch.Tensor, batched: bool = False) -> None:

@@ -8,40 +8,44 @@ devices, and on the CPU IndexOutOfRangeError for an index out of range, before a
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from isograd.core import arrays, functional
-from isograd.core.checks import checked_shape
+from isograd.core import call, functional
 from isograd.errors import InvalidProblemError
-from isograd.router import descriptors as d
-from isograd.router import loss_descriptors, plans
-from isograd.router.results import CombineGradients, Permutation, Routing, TopK
+from isograd.ops.router.operation import (
+    EXPERT_COUNTS,
+    EXPERT_PERMUTATION,
+    LOAD_BALANCING_LOSS,
+    LOAD_BALANCING_LOSS_BACKWARD,
+    MOE_COMBINE,
+    MOE_COMBINE_BACKWARD,
+    MOE_PERMUTE,
+    MOE_PERMUTE_BACKWARD,
+    MOE_ROUTER,
+    MOE_ROUTER_BACKWARD,
+    RENORMALIZE,
+    RENORMALIZE_BACKWARD,
+    ROUTER_Z_LOSS,
+    ROUTER_Z_LOSS_BACKWARD,
+    TOP_K,
+)
+from isograd.ops.router.results import CombineGradients, Permutation, Routing, TopK
 from isograd.typing import ArrayT, DataT, DType, RouterOptions, ScalarT, Scoring, SupportsDLPack
 
 if TYPE_CHECKING:
     from isograd.tape.variable import Variable
 
-
-def _restored(restore: Any, results: Any) -> Any:
-    return tuple(restore(result) for result in results)
-
-
-def _rank(operation: str, argument: str, array: Any, rank: int) -> tuple[int, ...]:
-    shape = tuple(array.shape)
-    if len(shape) != rank:
-        raise InvalidProblemError(f"{operation}: {argument} has shape {shape}; expected {rank} dimensions")
-    return shape
-
-
-def _last(operation: str, argument: str, array: Any) -> int:
-    """The size of the last axis."""
-    if not array.shape:
-        raise InvalidProblemError(f"{operation}: {argument} has rank 0; expected at least one dimension")
-    return int(array.shape[-1])
+_top_k = call.function(TOP_K)
+_renormalize, _renormalize_backward = call.function(RENORMALIZE), call.function(RENORMALIZE_BACKWARD)
+_router, _router_backward = call.function(MOE_ROUTER), call.function(MOE_ROUTER_BACKWARD)
+_counts, _permutation = call.function(EXPERT_COUNTS), call.function(EXPERT_PERMUTATION)
+_permute, _permute_backward = call.function(MOE_PERMUTE), call.function(MOE_PERMUTE_BACKWARD)
+_combine, _combine_backward = call.function(MOE_COMBINE), call.function(MOE_COMBINE_BACKWARD)
+_balance, _balance_backward = call.function(LOAD_BALANCING_LOSS), call.function(LOAD_BALANCING_LOSS_BACKWARD)
+_z_loss, _z_loss_backward = call.function(ROUTER_Z_LOSS), call.function(ROUTER_Z_LOSS_BACKWARD)
 
 
 # --- top_k and renormalize -------------------------------------------------------------------------------------------
@@ -62,16 +66,7 @@ def top_k(x: Any, k: int, axis: int = -1) -> TopK[Any, Any]:
     Raises InvalidProblemError for arguments that do not fit together, UnsupportedError for another dtype,
     DeviceMismatchError for arrays on different devices.
     """
-    tape = functional.tape_of(x)
-    if tape is not None:
-        return TopK(*tape.top_k(x, k, axis))
-    (x,), restore = functional.inputs("top_k", x=x)
-    device, dtype = arrays.describe(x, "top_k", "x")
-    k, axis = (functional.integer("top_k", name, value) for name, value in (("k", k), ("axis", axis)))
-    plan = functional.plan(plans.TopKPlan, d.TopKDescriptor(tuple(x.shape), k, dtype, axis), device)
-    shape = plan.descriptor.operands()[-1].shape
-    values, indices = functional.empty(shape, dtype, x), functional.empty(shape, "int64", x)
-    return TopK(*_restored(restore, functional.run(plan, x=x, values=values, indices=indices)))
+    return TopK(*_top_k((x,), (k, axis)))
 
 
 @overload
@@ -85,14 +80,7 @@ def renormalize(w: Any, axis: int = -1) -> Any:
 
     Errors as for `top_k`.
     """
-    tape = functional.tape_of(w)
-    if tape is not None:
-        return tape.renormalize(w, axis)
-    (w,), restore = functional.inputs("renormalize", w=w)
-    device, dtype = arrays.describe(w, "renormalize", "w")
-    axis = functional.integer("renormalize", "axis", axis)
-    plan = functional.plan(plans.RenormalizePlan, d.RenormalizeDescriptor(tuple(w.shape), dtype, axis), device)
-    return restore(functional.run(plan, w=w, t=functional.empty(tuple(w.shape), dtype, w)))
+    return _renormalize((w,), (axis,))
 
 
 @overload
@@ -106,12 +94,7 @@ def renormalize_backward(dt: Any, w: Any, axis: int = -1) -> Any:
 
     Errors as for `top_k`.
     """
-    (dt, w), restore = functional.inputs("renormalize_backward", dt=dt, w=w)
-    device, dtype = arrays.describe(w, "renormalize_backward", "w")
-    axis = functional.integer("renormalize_backward", "axis", axis)
-    descriptor = d.RenormalizeBackwardDescriptor(tuple(w.shape), dtype, axis)
-    plan = functional.plan(plans.RenormalizeBackwardPlan, descriptor, device)
-    return restore(functional.run(plan, dt=dt, w=w, dw=functional.empty(tuple(w.shape), dtype, w)))
+    return _renormalize_backward((dt, w), (axis,))
 
 
 # --- the router ------------------------------------------------------------------------------------------------------
@@ -148,34 +131,9 @@ def moe_router(
 
     Errors as for `top_k`.
     """
-    tape = functional.tape_of(logits)
-    options: dict[str, Any] = {
-        "scoring": scoring,
-        "renormalize": renormalize,
-        "groups": groups,
-        "group_k": group_k,
-        "scale": scale,
-    }
-    if tape is not None:
-        return Routing(*tape.moe_router(logits, k, bias=bias, **options))
-    given = {"logits": logits} if bias is None else {"logits": logits, "bias": bias}
-    taken, restore = functional.inputs("moe_router", **given)
-    logits = taken[0]
-    device, dtype = arrays.describe(logits, "moe_router", "logits")
-    for name in ("groups", "group_k"):
-        options[name] = functional.integer("moe_router", name, options[name])
-    k = functional.integer("moe_router", "k", k)
-    d.checked_options("moe_router", scoring, renormalize, scale)
-    descriptor = d.MoeRouterDescriptor(tuple(logits.shape), k, dtype, bias=bias is not None, **options)
-    plan = functional.plan(plans.MoeRouterPlan, descriptor, device)
-    shape = (*logits.shape[:-1], k)
-    results = functional.run(
-        plan,
-        **dict(zip(given, taken, strict=True)),
-        weights=functional.empty(shape, d.work_type(dtype), logits),
-        experts=functional.empty(shape, "int64", logits),
-    )
-    return Routing(*_restored(restore, results))
+    if bias is not None and len(shape := getattr(bias, "shape", (1,))) != 1:
+        raise InvalidProblemError(f"moe_router: bias has shape {tuple(shape)}; expected one number for each expert")
+    return Routing(*_router((logits, bias), (k, scoring, renormalize, groups, group_k, scale)))
 
 
 @overload
@@ -215,16 +173,7 @@ def moe_router_backward(
 
     Errors as for `top_k`, and IndexOutOfRangeError.
     """
-    name = "moe_router_backward"
-    (dweights, logits, experts), restore = functional.inputs(name, dweights=dweights, logits=logits, experts=experts)
-    device, dtype = arrays.describe(logits, name, "logits")
-    index_dtype = arrays.describe(experts, name, "experts", index=True)[1]
-    d.checked_options(name, scoring, renormalize, scale)
-    k, shape = _last(name, "experts", experts), tuple(logits.shape)
-    descriptor = d.MoeRouterBackwardDescriptor(shape, k, dtype, scoring, renormalize, scale, index_dtype)
-    plan = functional.plan(plans.MoeRouterBackwardPlan, descriptor, device)
-    dlogits = functional.empty(shape, dtype, logits)
-    return restore(functional.run(plan, dweights=dweights, logits=logits, experts=experts, dlogits=dlogits))
+    return _router_backward((dweights, logits, experts), (scoring, renormalize, scale))
 
 
 # --- permutation -----------------------------------------------------------------------------------------------------
@@ -239,12 +188,7 @@ def expert_counts(experts: Any, num_experts: int) -> Any:
 
     Errors as for `top_k`, and IndexOutOfRangeError.
     """
-    (experts,), restore = functional.inputs("expert_counts", experts=experts)
-    device, dtype = arrays.describe(experts, "expert_counts", "experts", index=True)
-    num_experts = functional.integer("expert_counts", "num_experts", num_experts)
-    descriptor = d.ExpertCountsDescriptor(tuple(experts.shape), num_experts, dtype)
-    plan = functional.plan(plans.ExpertCountsPlan, descriptor, device)
-    return restore(functional.run(plan, experts=experts, counts=functional.empty((num_experts,), "int64", experts)))
+    return _counts((experts,), (num_experts,))
 
 
 @overload
@@ -260,23 +204,7 @@ def expert_permutation(experts: Any, num_experts: int) -> Permutation[Any]:
 
     Errors as for `top_k`, and IndexOutOfRangeError.
     """
-    (experts,), restore = functional.inputs("expert_permutation", experts=experts)
-    device, dtype = arrays.describe(experts, "expert_permutation", "experts", index=True)
-    num_experts = functional.integer("expert_permutation", "num_experts", num_experts)
-    shape = tuple(experts.shape)
-    descriptor = d.ExpertPermutationDescriptor(shape, num_experts, dtype)
-    plan = functional.plan(plans.ExpertPermutationPlan, descriptor, device)
-    order = functional.empty((math.prod(shape),), "int64", experts)
-    offsets = functional.empty((num_experts + 1,), "int64", experts)
-    return Permutation(*_restored(restore, functional.run(plan, experts=experts, order=order, offsets=offsets)))
-
-
-def _entries(operation: str, order: Any, k: int) -> int:
-    """How many tokens an order stands for."""
-    (count,) = _rank(operation, "order", order, 1)
-    if k < 1 or count % k:
-        raise InvalidProblemError(f"{operation}: k is {k}; expected a divisor of {count}, the size of order")
-    return count // k
+    return Permutation(*_permutation((experts,), (num_experts,)))
 
 
 @overload
@@ -290,15 +218,7 @@ def moe_permute(x: Any, order: Any, k: int) -> Any:
 
     Errors as for `top_k`, and IndexOutOfRangeError.
     """
-    tape = functional.tape_of(x)
-    if tape is not None:
-        return tape.moe_permute(x, order, k)
-    (x, order), restore = functional.inputs("moe_permute", x=x, order=order)
-    device, dtype = arrays.describe(x, "moe_permute", "x")
-    tokens, width = _rank("moe_permute", "x", x, 2)
-    k = functional.integer("moe_permute", "k", k)
-    plan = functional.plan(plans.MoePermutePlan, d.MoePermuteDescriptor(tokens, k, width, dtype), device)
-    return restore(functional.run(plan, x=x, order=order, y=functional.empty((tokens * k, width), dtype, x)))
+    return _permute((x, order), (k,))
 
 
 @overload
@@ -312,16 +232,7 @@ def moe_permute_backward(dy: Any, order: Any, k: int) -> Any:
 
     Errors as for `top_k`, and IndexOutOfRangeError.
     """
-    name = "moe_permute_backward"
-    (dy, order), restore = functional.inputs(name, dy=dy, order=order)
-    device, dtype = arrays.describe(dy, name, "dy")
-    width = _rank(name, "dy", dy, 2)[1]
-    k = functional.integer(name, "k", k)
-    tokens = _entries(name, order, k)
-    plan = functional.plan(
-        plans.MoePermuteBackwardPlan, d.MoePermuteBackwardDescriptor(tokens, k, width, dtype), device
-    )
-    return restore(functional.run(plan, dy=dy, order=order, dx=functional.empty((tokens, width), dtype, dy)))
+    return _permute_backward((dy, order), (k,))
 
 
 @overload
@@ -341,17 +252,7 @@ def moe_combine(expert_out: Any, weights: Any, order: Any) -> Any:
 
     Errors as for `top_k`, and IndexOutOfRangeError.
     """
-    name = "moe_combine"
-    tape = functional.tape_of(expert_out, weights)
-    if tape is not None:
-        return tape.moe_combine(expert_out, weights, order)
-    (expert_out, weights, order), restore = functional.inputs(name, expert_out=expert_out, weights=weights, order=order)
-    device, dtype = arrays.describe(expert_out, name, "expert_out")
-    width = _rank(name, "expert_out", expert_out, 2)[1]
-    tokens, k = _rank(name, "weights", weights, 2)
-    plan = functional.plan(plans.MoeCombinePlan, d.MoeCombineDescriptor(tokens, k, width, dtype), device)
-    y = functional.empty((tokens, width), dtype, expert_out)
-    return restore(functional.run(plan, expert_out=expert_out, weights=weights, order=order, y=y))
+    return _combine((expert_out, weights, order), ())
 
 
 @overload
@@ -369,23 +270,7 @@ def moe_combine_backward(dy: Any, expert_out: Any, weights: Any, order: Any) -> 
 
     Errors as for `top_k`, and IndexOutOfRangeError.
     """
-    name = "moe_combine_backward"
-    taken, restore = functional.inputs(name, dy=dy, expert_out=expert_out, weights=weights, order=order)
-    dy, expert_out, weights, order = taken
-    device, dtype = arrays.describe(expert_out, name, "expert_out")
-    width = _rank(name, "expert_out", expert_out, 2)[1]
-    tokens, k = _rank(name, "weights", weights, 2)
-    descriptor = d.MoeCombineBackwardDescriptor(tokens, k, width, dtype)
-    results = functional.run(
-        functional.plan(plans.MoeCombineBackwardPlan, descriptor, device),
-        dy=dy,
-        expert_out=expert_out,
-        weights=weights,
-        order=order,
-        d_expert_out=functional.empty((tokens * k, width), dtype, expert_out),
-        dweights=functional.empty((tokens, k), d.work_type(dtype), expert_out),
-    )
-    return CombineGradients(*_restored(restore, results))
+    return CombineGradients(*_combine_backward((dy, expert_out, weights, order), ()))
 
 
 # --- auxiliary losses ------------------------------------------------------------------------------------------------
@@ -404,21 +289,11 @@ def load_balancing_loss(probabilities: Any, experts: Any, num_experts: int | Non
 
     Errors as for `top_k`, and IndexOutOfRangeError.
     """
-    name = "load_balancing_loss"
-    tape = functional.tape_of(probabilities)
-    if tape is not None:
-        return tape.load_balancing_loss(probabilities, experts, num_experts)
-    (probabilities, experts), restore = functional.inputs(name, probabilities=probabilities, experts=experts)
-    device, dtype = arrays.describe(probabilities, name, "probabilities")
-    index_dtype = arrays.describe(experts, name, "experts", index=True)[1]
-    last = _last(name, "probabilities", probabilities)
-    if num_experts is not None and functional.integer(name, "num_experts", num_experts) != last:
-        raise InvalidProblemError(f"{name}: num_experts is {num_experts}; probabilities have {last} columns")
-    k = _last(name, "experts", experts)
-    descriptor = loss_descriptors.LoadBalancingLossDescriptor(tuple(probabilities.shape), k, dtype, index_dtype)
-    plan = functional.plan(plans.LoadBalancingLossPlan, descriptor, device)
-    loss = functional.empty((), d.work_type(dtype), probabilities)
-    return restore(functional.run(plan, probabilities=probabilities, experts=experts, loss=loss))
+    name: str = "load_balancing_loss"
+    shape: Any = getattr(probabilities, "shape", None) or (0,)
+    if num_experts is not None and functional.integer(name, "num_experts", num_experts) != shape[-1]:
+        raise InvalidProblemError(f"{name}: num_experts is {num_experts}; probabilities have {shape[-1]} columns")
+    return _balance((probabilities, experts), (False,))
 
 
 @overload
@@ -437,17 +312,8 @@ def load_balancing_loss_backward(dloss: Any, experts: Any, shape: tuple[int, ...
 
     Errors as for `top_k`, and IndexOutOfRangeError.
     """
-    name = "load_balancing_loss_backward"
-    (dloss, experts), restore = functional.inputs(name, dloss=dloss, experts=experts)
-    device, work = arrays.describe(dloss, name, "dloss")
-    index_dtype = arrays.describe(experts, name, "experts", index=True)[1]
-    dtype = work if dtype is None else dtype
-    sizes = checked_shape(name, "shape", shape)
-    k = _last(name, "experts", experts)
-    descriptor = loss_descriptors.LoadBalancingLossBackwardDescriptor(sizes, k, dtype, index_dtype)
-    plan = functional.plan(plans.LoadBalancingLossBackwardPlan, descriptor, device)
-    dprobabilities = functional.empty(sizes, dtype, dloss)
-    return restore(functional.run(plan, dloss=dloss, experts=experts, dprobabilities=dprobabilities))
+    of = str(getattr(dloss, "dtype", "float32")).rpartition(".")[2] if dtype is None else dtype
+    return _balance_backward((dloss, experts), (shape, of, False))
 
 
 @overload
@@ -462,14 +328,7 @@ def router_z_loss(logits: Any) -> Any:
 
     Errors as for `top_k`.
     """
-    tape = functional.tape_of(logits)
-    if tape is not None:
-        return tape.router_z_loss(logits)
-    (logits,), restore = functional.inputs("router_z_loss", logits=logits)
-    device, dtype = arrays.describe(logits, "router_z_loss", "logits")
-    descriptor = loss_descriptors.RouterZLossDescriptor(tuple(logits.shape), dtype)
-    plan = functional.plan(plans.RouterZLossPlan, descriptor, device)
-    return restore(functional.run(plan, logits=logits, loss=functional.empty((), d.work_type(dtype), logits)))
+    return _z_loss((logits,), (False,))
 
 
 @overload
@@ -483,9 +342,4 @@ def router_z_loss_backward(dloss: Any, logits: Any) -> Any:
 
     Errors as for `top_k`.
     """
-    (dloss, logits), restore = functional.inputs("router_z_loss_backward", dloss=dloss, logits=logits)
-    device, dtype = arrays.describe(logits, "router_z_loss_backward", "logits")
-    descriptor = loss_descriptors.RouterZLossBackwardDescriptor(tuple(logits.shape), dtype)
-    plan = functional.plan(plans.RouterZLossBackwardPlan, descriptor, device)
-    dlogits = functional.empty(tuple(logits.shape), dtype, logits)
-    return restore(functional.run(plan, dloss=dloss, logits=logits, dlogits=dlogits))
+    return _z_loss_backward((dloss, logits), (False,))

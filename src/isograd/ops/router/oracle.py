@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd.numerics.reference import work_dtype
+from isograd.ops.router import reference as definition
 from isograd.ops.softmax import reference as softmax_family
-from isograd.router import reference as definition
 
 Array = NDArray[Any]
 _WIDE = np.longdouble
@@ -137,6 +137,7 @@ def moe_combine_backward(dy: Array, expert_out: Array, weights: Array, order: Ar
         return first, (g * expert_out.astype(_WIDE)[positions]).sum(axis=-1)
 
 
+@definition.of_members
 def load_balancing_loss(probabilities: Array, experts: Array) -> Array:
     """E Σ f P."""
     n = probabilities.shape[-1]
@@ -145,6 +146,7 @@ def load_balancing_loss(probabilities: Array, experts: Array) -> Array:
         return np.asarray(n * (shares * probabilities.astype(_WIDE).reshape(-1, n).mean(axis=0)).sum())
 
 
+@definition.of_members
 def load_balancing_loss_backward(dloss: Array, experts: Array, shape: tuple[int, ...], dtype: str) -> Array:
     """The same row for every token."""
     with np.errstate(all="ignore"):
@@ -163,12 +165,14 @@ def logsumexp(x: Array) -> tuple[Array, Array]:
         return np.where(np.isfinite(m), m + log, m), np.where(np.isfinite(m), log, 0)
 
 
+@definition.of_members
 def router_z_loss(logits: Array) -> Array:
     """The mean of the squared logsumexp."""
     with np.errstate(all="ignore"):
         return np.asarray((logsumexp(logits)[0] ** 2).mean())
 
 
+@definition.of_members
 def router_z_loss_backward(dloss: Array, logits: Array) -> Array:
     """Its gradient."""
     with np.errstate(all="ignore"):

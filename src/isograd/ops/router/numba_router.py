@@ -21,8 +21,8 @@ from isograd.numerics.numba_memory import (
 )
 from isograd.numerics.numba_ops import lowest_key
 from isograd.numerics.numba_storage import widen
-from isograd.router.numba_scores import sigmoid_scores, softmax_scores, sum_row
-from isograd.router.numba_select import COUNTS, empty_keys, select_largest, selection_key, store_keys
+from isograd.ops.router.numba_scores import sigmoid_scores, softmax_scores, sum_row
+from isograd.ops.router.numba_select import COUNTS, empty_keys, select_largest, selection_key, store_keys
 from isograd.runtime.numba_compile import device_function, kernel
 
 

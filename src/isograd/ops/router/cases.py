@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from isograd.core.cases import Array, Arrays, Case, Change, Suite, normal, store
-from isograd.core.descriptor import Descriptor
+from isograd.core.cases import Array, Arrays, Case, Change, normal, store
 from isograd.numerics import random
-from isograd.router import descriptors as d
-from isograd.router import loss_descriptors, oracle, plans, reference
+from isograd.numerics.storage import compute_dtype
+from isograd.ops.router import reference
 
 _TINY = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "float64": 2.0**-1074}
 
@@ -22,8 +21,8 @@ def _integers(shape: tuple[int, ...], bound: int, stream: int) -> Array:
     return np.asarray(u * u * bound).astype(np.int64)
 
 
-def _work(values: Array, dtype: str) -> Array:
-    return store(values, d.work_type(dtype))
+def _in_work(values: Array, dtype: str) -> Array:
+    return store(values, compute_dtype(dtype))
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -38,7 +37,9 @@ def _special(shape: tuple[int, int], stream: int) -> Array:
     return x
 
 
-def _top_k_cases(dtype: str) -> Iterator[Case]:
+def top_k(dtype: str) -> Iterator[Case]:
+    """Rows of every kind, with ties."""
+
     def case(name: str, x: Array, k: int, axis: int = -1) -> Case:
         return Case(name, {"x": store(x, dtype)}, {"k": k, "axis": axis})
 
@@ -52,7 +53,9 @@ def _top_k_cases(dtype: str) -> Iterator[Case]:
     yield Case("transposed", {"x": store(normal((70, 12), 114), dtype).T}, {"k": 6, "axis": -1})
 
 
-def _renormalize_cases(dtype: str) -> Iterator[Case]:
+def renormalize(dtype: str) -> Iterator[Case]:
+    """Sums that are ordinary, zero, or no number."""
+
     def case(name: str, w: Array, axis: int = -1) -> Case:
         return Case(name, {"w": store(w, dtype)}, {"axis": axis})
 
@@ -66,8 +69,9 @@ def _renormalize_cases(dtype: str) -> Iterator[Case]:
     yield case("middle axis", np.abs(normal((4, 60, 9), 134)), 1)
 
 
-def _renormalize_backward_cases(dtype: str) -> Iterator[Case]:
-    for stream, case in enumerate(_renormalize_cases(dtype), 140):
+def renormalize_backward(dtype: str) -> Iterator[Case]:
+    """The same with gradients."""
+    for stream, case in enumerate(renormalize(dtype), 140):
         dt = store(normal(case.inputs["w"].shape, stream), dtype)
         yield Case(case.name, {"dt": dt, **case.inputs}, case.options)
 
@@ -91,7 +95,7 @@ _ROUTERS: tuple[tuple[str, int, int, int, dict[str, Any], bool], ...] = (
 
 def _logits(dtype: str) -> Iterator[tuple[str, Array, int, dict[str, Any], Array | None]]:
     for stream, (name, tokens, experts, k, options, bias) in enumerate(_ROUTERS, 160):
-        row = _work(normal((experts,), 180 + stream) / 8, dtype) if bias else None
+        row = _in_work(normal((experts,), 180 + stream) / 8, dtype) if bias else None
         yield name, store(2 * normal((tokens, experts), stream), dtype), k, options, row
     for scoring in ("softmax", "sigmoid"):
         options = {"scoring": scoring, "renormalize": True}
@@ -102,22 +106,25 @@ def _logits(dtype: str) -> Iterator[tuple[str, Array, int, dict[str, Any], Array
     yield "transposed", store(normal((32, 20), 204), dtype).T, 4, {"renormalize": True}, None
 
 
-def _router_cases(dtype: str) -> Iterator[Case]:
+def moe_router(dtype: str) -> Iterator[Case]:
+    """Tokens for every option."""
     for name, logits, k, options, bias in _logits(dtype):
         inputs = {"logits": logits} if bias is None else {"logits": logits, "bias": bias}
         yield Case(name, inputs, {"k": k, **options})
 
 
-def _router_backward_cases(dtype: str) -> Iterator[Case]:
+def moe_router_backward(dtype: str) -> Iterator[Case]:
+    """Gradients of what was chosen."""
     for stream, (name, logits, k, options, bias) in enumerate(_logits(dtype), 220):
         experts = reference.moe_router(logits, k, bias=bias, **options)[1]
         kept = {key: value for key, value in options.items() if key in ("scoring", "renormalize", "scale")}
-        dweights = _work(normal(experts.shape, stream), dtype)
+        dweights = _in_work(normal(experts.shape, stream), dtype)
         yield Case(name, {"dweights": dweights, "logits": logits, "experts": experts}, kept)
 
 
 # --- permutation -----------------------------------------------------------------------------------------------------
-def _expert_cases(dtype: str) -> Iterator[Case]:
+def expert_counts(dtype: str) -> Iterator[Case]:
+    """Experts in arrays of any shape."""
     for stream, (shape, bound) in enumerate((((64, 8), 256), ((1, 1), 1), ((0,), 4), ((40_000,), 60), ((3, 4, 5), 7))):
         experts = _integers(shape, bound, 250 + stream).astype(dtype)
         yield Case(f"{'x'.join(map(str, shape))} of {bound}", {"experts": experts}, {"num_experts": bound})
@@ -125,6 +132,7 @@ def _expert_cases(dtype: str) -> Iterator[Case]:
     yield Case("transposed", {"experts": experts.T}, {"num_experts": 16})
 
 
+expert_permutation = expert_counts
 # tokens, k, width
 _SIZES = ((6, 1, 5), (20, 2, 64), (33, 8, 700), (4, 300, 9), (5, 3, 1))
 
@@ -135,12 +143,14 @@ def _orders() -> Iterator[tuple[str, int, int, int, Array]]:
         yield f"{tokens} tokens, k = {k}, width {width}", tokens, k, width, order
 
 
-def _permute_cases(dtype: str) -> Iterator[Case]:
+def moe_permute(dtype: str) -> Iterator[Case]:
+    """Rows of tokens."""
     for stream, (name, tokens, k, width, order) in enumerate(_orders(), 280):
         yield Case(name, {"x": store(normal((tokens, width), stream), dtype), "order": order}, {"k": k})
 
 
-def _permute_backward_cases(dtype: str) -> Iterator[Case]:
+def moe_permute_backward(dtype: str) -> Iterator[Case]:
+    """Rows of entries, some of which cancel."""
     for stream, (name, tokens, k, width, order) in enumerate(_orders(), 290):
         dy = store(normal((tokens * k, width), stream), dtype)
         yield Case(name, {"dy": dy, "order": order}, {"k": k})
@@ -155,22 +165,25 @@ def _permute_backward_cases(dtype: str) -> Iterator[Case]:
     yield Case("cancellation", {"dy": store(values, dtype), "order": order}, {"k": k})
 
 
-def _combine_cases(dtype: str) -> Iterator[Case]:
-    for stream, case in enumerate(_permute_backward_cases(dtype), 310):
+def moe_combine(dtype: str) -> Iterator[Case]:
+    """The same with weights."""
+    for stream, case in enumerate(moe_permute_backward(dtype), 310):
         expert_out, order = case.inputs["dy"], case.inputs["order"]
         shape = (order.size // case.options["k"], case.options["k"])
-        weights = _work(np.abs(normal(shape, stream)), dtype)
+        weights = _in_work(np.abs(normal(shape, stream)), dtype)
         yield Case(case.name, {"expert_out": expert_out, "weights": weights, "order": order})
 
 
-def _combine_backward_cases(dtype: str) -> Iterator[Case]:
-    for stream, case in enumerate(_combine_cases(dtype), 330):
+def moe_combine_backward(dtype: str) -> Iterator[Case]:
+    """Gradients of those."""
+    for stream, case in enumerate(moe_combine(dtype), 330):
         shape = (case.inputs["weights"].shape[0], case.inputs["expert_out"].shape[1])
         yield Case(case.name, {"dy": store(normal(shape, stream), dtype), **case.inputs})
 
 
 # --- losses ----------------------------------------------------------------------------------------------------------
-def _load_balancing_cases(dtype: str) -> Iterator[Case]:
+def load_balancing_loss(dtype: str) -> Iterator[Case]:
+    """Probabilities of experts, columns that cancel."""
     for stream, (shape, k) in enumerate((((64, 8), 2), ((1, 1), 1), ((3000, 60), 6), ((4, 30, 16), 4)), 350):
         p = random.uniform(shape, seed=2024, stream=stream, dtype=np.float64)
         experts = _integers((*shape[:-1], k), shape[-1], 10 + stream)
@@ -181,14 +194,16 @@ def _load_balancing_cases(dtype: str) -> Iterator[Case]:
     yield Case("cancellation", {"probabilities": store(signs, dtype), "experts": _integers((2000, 1), 6, 373)})
 
 
-def _load_balancing_backward_cases(dtype: str) -> Iterator[Case]:
-    for case in _load_balancing_cases(dtype):
-        dloss = _work(np.array(0.37), dtype)
+def load_balancing_loss_backward(dtype: str) -> Iterator[Case]:
+    """Gradients of those."""
+    for case in load_balancing_loss(dtype):
+        dloss = _in_work(np.array(0.37), dtype)
         options = {"shape": case.inputs["probabilities"].shape, "dtype": dtype}
         yield Case(case.name, {"dloss": dloss, "experts": case.inputs["experts"]}, options)
 
 
-def _z_loss_cases(dtype: str) -> Iterator[Case]:
+def router_z_loss(dtype: str) -> Iterator[Case]:
+    """Logits whose sums are large, near 1, or no number."""
     for stream, shape in enumerate(((64, 8), (1, 1), (500, 256), (4, 30, 16), (3, 1024)), 380):
         yield Case("x".join(map(str, shape)), {"logits": store(3 * normal(shape, stream), dtype)})
     yield Case("offsets", {"logits": store(normal((40, 30), 386) + 300 * normal((40, 1), 387), dtype)})
@@ -198,65 +213,15 @@ def _z_loss_cases(dtype: str) -> Iterator[Case]:
     yield Case("NaN and inf", {"logits": store(_special((9, 40), 390), dtype)})
 
 
-def _z_loss_backward_cases(dtype: str) -> Iterator[Case]:
-    for case in _z_loss_cases(dtype):
-        yield Case(case.name, {"dloss": _work(np.array(0.37), dtype), **case.inputs})
+def router_z_loss_backward(dtype: str) -> Iterator[Case]:
+    """Gradients of those."""
+    for case in router_z_loss(dtype):
+        yield Case(case.name, {"dloss": _in_work(np.array(0.37), dtype), **case.inputs})
 
 
 # --- what must not change a bit --------------------------------------------------------------------------------------
 def _each(case: Case, change: Callable[[Array], Array], names: tuple[str, ...]) -> Case:
     return Case(case.name, {n: change(a) if n in names else a for n, a in case.inputs.items()}, case.options)
-
-
-def _rows_of(*names: str) -> Callable[[Case], Iterator[Change]]:
-    """The first dimension cut in two and into single rows, where it is not the one worked along."""
-
-    def changes(case: Case) -> Iterator[Change]:
-        size = case.inputs[names[0]].shape[0]
-        if case.options.get("axis", -1) == 0 or size == 0:
-            return
-        for piece in (*[slice(i, i + 1) for i in range(min(size, 16))], slice(size // 3), slice(size // 3, None)):
-
-            def cut(a: Array, piece: slice = piece) -> Array:
-                return a[piece]
-
-            def expected(results: Arrays, piece: slice = piece) -> Arrays:
-                return tuple(r[piece] for r in results)
-
-            yield Change(_each(case, cut, names), expected)
-
-    return changes
-
-
-def _layout(case: Case) -> Iterator[Change]:
-    """The same values in Fortran order and in reversed memory."""
-    names = tuple(name for name, a in case.inputs.items() if a.ndim)
-
-    def backwards(a: Array) -> Array:
-        step = (slice(None, None, -1),) * a.ndim
-        return np.ascontiguousarray(a[step])[step]
-
-    for change in (np.asfortranarray, backwards):
-        yield Change(_each(case, change, names))
-
-
-def _shuffled(*names: str) -> Callable[[Case], Iterator[Change]]:
-    """The elements of the axis shuffled and reversed, the result put back."""
-
-    def changes(case: Case) -> Iterator[Change]:
-        axis = case.options.get("axis", -1)
-        length = case.inputs[names[0]].shape[axis]
-        for order in (random.permutation(length, seed=length), np.arange(length)[::-1]):
-
-            def shuffle(a: Array, order: Array = order) -> Array:
-                return np.take(a, order, axis)
-
-            def expected(results: Arrays, order: Array = order) -> Arrays:
-                return tuple(np.take(r, order, axis) for r in results)
-
-            yield Change(_each(case, shuffle, names), expected)
-
-    return changes
 
 
 def _other_experts(case: Case) -> Iterator[Change]:
@@ -306,140 +271,15 @@ def _other_tokens(case: Case) -> Iterator[Change]:
     )
 
 
-# --- suites ----------------------------------------------------------------------------------------------------------
-def _of_axis(type_: Callable[..., Descriptor], argument: str) -> Callable[[Case, str], Descriptor]:
-    return lambda case, dtype: type_(case.inputs[argument].shape, dtype=dtype, **case.options)
+def _none(case: Case) -> Iterator[Change]:
+    """Nothing: what is chosen of equal elements depends on where they are, and entries are named by their places."""
+    return iter(())
 
 
-def _router_descriptor(case: Case, dtype: str) -> Descriptor:
-    shape = case.inputs["logits"].shape
-    return d.MoeRouterDescriptor(shape, dtype=dtype, bias="bias" in case.inputs, **case.options)
-
-
-def _router_backward_descriptor(case: Case, dtype: str) -> Descriptor:
-    experts = case.inputs["experts"]
-    options = {"index_dtype": experts.dtype.name, **case.options}
-    return d.MoeRouterBackwardDescriptor(case.inputs["logits"].shape, experts.shape[-1], dtype, **options)
-
-
-def _of_rows(type_: Callable[..., Descriptor], argument: str) -> Callable[[Case, str], Descriptor]:
-    def descriptor(case: Case, dtype: str) -> Descriptor:
-        k = case.options["k"] if "k" in case.options else case.inputs["weights"].shape[1]
-        return type_(case.inputs["order"].size // k, k, case.inputs[argument].shape[1], dtype)
-
-    return descriptor
-
-
-def _of_experts(type_: Callable[..., Descriptor]) -> Callable[[Case, str], Descriptor]:
-    def descriptor(case: Case, dtype: str) -> Descriptor:
-        shape = case.options["shape"] if "shape" in case.options else case.inputs["probabilities"].shape
-        experts = case.inputs["experts"]
-        return type_(shape, experts.shape[-1], dtype, experts.dtype.name)
-
-    return descriptor
-
-
-def _suite(
-    operation: str, plan: Any, descriptor: Callable[[Case, str], Descriptor], cases: Any, **changes: Any
-) -> tuple[str, Suite]:
-    dtypes = plans.dtypes_of(operation)
-    definition, exact = getattr(reference, operation), getattr(oracle, operation)
-    return operation, Suite(plan, descriptor, definition, exact, cases, {"layout": _layout, **changes}, dtypes)
-
-
-SUITES: dict[str, Suite] = dict(
-    [
-        _suite("top_k", plans.TopKPlan, _of_axis(d.TopKDescriptor, "x"), _top_k_cases, batch=_rows_of("x")),
-        _suite(
-            "renormalize",
-            plans.RenormalizePlan,
-            _of_axis(d.RenormalizeDescriptor, "w"),
-            _renormalize_cases,
-            batch=_rows_of("w"),
-            order=_shuffled("w"),
-        ),
-        _suite(
-            "renormalize_backward",
-            plans.RenormalizeBackwardPlan,
-            _of_axis(d.RenormalizeBackwardDescriptor, "w"),
-            _renormalize_backward_cases,
-            batch=_rows_of("w", "dt"),
-            order=_shuffled("w", "dt"),
-        ),
-        _suite(
-            "moe_router",
-            plans.MoeRouterPlan,
-            _router_descriptor,
-            _router_cases,
-            batch=_rows_of("logits"),
-            padding=_more_experts,
-        ),
-        _suite(
-            "moe_router_backward",
-            plans.MoeRouterBackwardPlan,
-            _router_backward_descriptor,
-            _router_backward_cases,
-            batch=_rows_of("logits", "dweights", "experts"),
-            order=_other_experts,
-            padding=_more_experts,
-        ),
-        _suite("expert_counts", plans.ExpertCountsPlan, _of_axis(d.ExpertCountsDescriptor, "experts"), _expert_cases),
-        _suite(
-            "expert_permutation",
-            plans.ExpertPermutationPlan,
-            _of_axis(d.ExpertPermutationDescriptor, "experts"),
-            _expert_cases,
-        ),
-        _suite("moe_permute", plans.MoePermutePlan, _of_rows(d.MoePermuteDescriptor, "x"), _permute_cases),
-        _suite(
-            "moe_permute_backward",
-            plans.MoePermuteBackwardPlan,
-            _of_rows(d.MoePermuteBackwardDescriptor, "dy"),
-            _permute_backward_cases,
-            order=_other_entries,
-        ),
-        _suite(
-            "moe_combine",
-            plans.MoeCombinePlan,
-            _of_rows(d.MoeCombineDescriptor, "expert_out"),
-            _combine_cases,
-            order=_other_entries,
-        ),
-        _suite(
-            "moe_combine_backward",
-            plans.MoeCombineBackwardPlan,
-            _of_rows(d.MoeCombineBackwardDescriptor, "dy"),
-            _combine_backward_cases,
-            order=_other_entries,
-        ),
-        _suite(
-            "load_balancing_loss",
-            plans.LoadBalancingLossPlan,
-            _of_experts(loss_descriptors.LoadBalancingLossDescriptor),
-            _load_balancing_cases,
-            order=_other_tokens,
-        ),
-        _suite(
-            "load_balancing_loss_backward",
-            plans.LoadBalancingLossBackwardPlan,
-            _of_experts(loss_descriptors.LoadBalancingLossBackwardDescriptor),
-            _load_balancing_backward_cases,
-        ),
-        _suite(
-            "router_z_loss",
-            plans.RouterZLossPlan,
-            _of_axis(loss_descriptors.RouterZLossDescriptor, "logits"),
-            _z_loss_cases,
-            order=_other_tokens,
-        ),
-        _suite(
-            "router_z_loss_backward",
-            plans.RouterZLossBackwardPlan,
-            _of_axis(loss_descriptors.RouterZLossBackwardDescriptor, "logits"),
-            _z_loss_backward_cases,
-            order=_other_tokens,
-        ),
-    ]
-)
-if set(SUITES) != set(plans.OPERATIONS):  # a kernel without cases would never be verified
-    raise RuntimeError(f"suites and operations differ: {set(SUITES) ^ set(plans.OPERATIONS)}")
+top_k_order = moe_router_order = _none
+expert_counts_order = expert_permutation_order = moe_permute_order = _none
+moe_router_backward_order = _other_experts
+moe_router_padding = moe_router_backward_padding = _more_experts
+moe_permute_backward_order = moe_combine_order = moe_combine_backward_order = _other_entries
+load_balancing_loss_order = load_balancing_loss_backward_order = _other_tokens
+router_z_loss_order = router_z_loss_backward_order = _other_tokens

@@ -16,7 +16,7 @@ from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
 from isograd.numerics import triton_terms as terms
 from isograd.numerics.triton_memory import as_bits, in_range, nan_bits, report, wide_int
-from isograd.router import triton_select as pieces
+from isograd.ops.router import triton_select as pieces
 from isograd.rows import triton_rows as rows
 
 

@@ -19,7 +19,7 @@ from isograd.numerics.numba_ops import is_finite, magnitude_key
 from isograd.numerics.numba_storage import narrow, widen
 from isograd.numerics.numba_sum import PARTIAL, is_finite_key, signed_rest, special_value
 from isograd.numerics.numba_wide import add_limbs, limb_shift, split_term, term_bias, wide_to_float
-from isograd.router.numba_scores import finish_few, sum_row, term_factors
+from isograd.ops.router.numba_scores import finish_few, sum_row, term_factors
 from isograd.runtime.numba_compile import device_function, kernel
 
 _INT64 = np.int64(0)

@@ -17,8 +17,8 @@ from isograd.numerics.numba_ops import is_finite, magnitude_key
 from isograd.numerics.numba_storage import narrow, widen
 from isograd.numerics.numba_sum import PARTIAL, is_finite_key, signed_rest, special_value, sum_scale
 from isograd.numerics.numba_wide import add_limbs, limb_shift, split_term, term_bias, wide_to_float
-from isograd.router.numba_scores import softmax_and_logsumexp
-from isograd.router.numba_select import empty_keys
+from isograd.ops.router.numba_scores import softmax_and_logsumexp
+from isograd.ops.router.numba_select import empty_keys
 from isograd.runtime.numba_compile import device_function, kernel
 
 
