@@ -74,8 +74,8 @@ def exact(a, b):
     return [[sum((x * y for x, y in zip(r, c, strict=True)), Fraction(0)) for c in columns] for r in rows]
 
 
-def assert_within_bound(a, b):
-    c, bound = matmul(a, b), matmul_error_bound(a, b)
+def assert_within_bound(a, b, precision=None):
+    c, bound = matmul(a, b, precision), matmul_error_bound(a, b, precision)
     for i, row in enumerate(exact(a, b)):
         for j, value in enumerate(row):
             if np.isfinite(bound[i, j]):
@@ -92,8 +92,8 @@ def test_bits_and_bound_over_all_exponents(dtype, data):
     stop = data.draw(st.integers(start, high))
     rng = np.random.default_rng(seed)
     a, b = random(rng, (m, k), dtype, (start, stop)), random(rng, (k, n), dtype, (start, stop))
-    assert bits(matmul(a, b)) == bits(defined(a, b))
-    assert_within_bound(a, b)
+    assert bits(matmul(a, b, "wide")) == bits(defined(a, b))
+    assert_within_bound(a, b, "wide")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

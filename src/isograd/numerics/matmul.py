@@ -1,6 +1,7 @@
 """The order-free matrix product (rule 10): the same bits from any BLAS, with any number of threads, in any order of K.
 
-Every row of a and every column of b is scaled by a power of two to magnitudes below 1 and cut into integers:
+Two precisions. "int16" is the product of `numerics/int16.py`. In "wide" every row of a and every column of b is scaled
+by a power of two to magnitudes below 1 and cut into integers:
 
     a_ik = 2^e_i * (s1 / 2^18 + s2 / 2^36 + s3 / 2^54 + ...)      |s1| <= 2^18, |s2|, |s3| <= 2^17
 
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd.errors import InvalidProblemError, UnsupportedError
+from isograd.numerics import int16
 from isograd.numerics.reference import FORMATS, narrow, pow2, work_dtype
 from isograd.numerics.storage import require_array
 from isograd.runtime.fenv import default_environment
@@ -24,6 +26,7 @@ Floats = NDArray[Any]
 SLICE_BITS: Final = 18
 CHUNK: Final = 1 << 16  # terms whose slice products add up exactly in binary64: 2 * 18 + 16 = 52 bits
 MAX_TERMS: Final = 1 << 26  # beyond, the int64 sums over chunks could overflow
+PRECISIONS: Final = ("int16", "wide")
 _SLICES: Final = {np.dtype(np.float32): 3, np.dtype(np.float64): 4}
 _F64: Final = FORMATS[np.dtype(np.float64)]
 
@@ -96,12 +99,14 @@ def _special(a: Floats, b: Floats, finite: Floats) -> Floats:
     return np.where(not_a_number, np.nan, result)
 
 
-def _product(a: Floats, b: Floats, slices: int) -> Floats:
-    """The product of two stacks of binary64 matrices, as binary64."""
+def _wide(a: Floats, b: Floats) -> Floats:
+    """The product of two stacks of matrices."""
     shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
-    terms = a.shape[-1]
+    terms, dtype, work = a.shape[-1], a.dtype, np.dtype(work_dtype(a.dtype))
+    slices = _SLICES[work]
     if terms == 0 or 0 in shape:
-        return np.zeros(shape)
+        return np.zeros(shape, dtype)
+    a, b = a.astype(np.float64), b.astype(np.float64)
     with np.errstate(all="ignore"):
         a_finite, b_finite = np.isfinite(a), np.isfinite(b)
         ordinary = bool(a_finite.all() and b_finite.all())
@@ -113,7 +118,44 @@ def _product(a: Floats, b: Floats, slices: int) -> Floats:
         rows, columns = row_exponent - SLICE_BITS, column_exponent - SLICE_BITS
         total *= _pow2((rows >> 1) + (columns >> 1))
         total *= _pow2((rows - (rows >> 1)) + (columns - (columns >> 1)))
-        return total if ordinary else _special(a, b, total)
+        total = narrow(total if ordinary else _special(a, b, total), work)
+        return total if work == dtype else narrow(total, dtype)
+
+
+def _int16(a: Floats, b: Floats, balance: int16.Integers | None) -> Floats:
+    """The product of two stacks of matrices."""
+    c = int16.product(a, b, balance)
+    if np.isfinite(a).all() and np.isfinite(b).all():
+        return c
+    wide = _special(a.astype(np.float64), b.astype(np.float64), c.astype(np.float64))
+    return narrow(wide, a.dtype)
+
+
+def checked_precision(dtype: Any, precision: str | None) -> str:
+    """The precision of a product of operands of a dtype; None stands for the one that goes with it."""
+    if precision is None:
+        return "int16" if dtype.itemsize == 2 else "wide"
+    if precision not in PRECISIONS:
+        raise InvalidProblemError(f"matmul: precision is {precision!r}; accepted: {', '.join(PRECISIONS)}, None")
+    if precision == "int16" and dtype == np.float64:
+        raise UnsupportedError("matmul: precision is 'int16' for float64; accepted for float64: wide")
+    return precision
+
+
+def _checked_balance(balance: Any, terms: int, precision: str) -> int16.Integers | None:
+    if balance is None:
+        return None
+    if precision != "int16":
+        raise InvalidProblemError(f"matmul: balance is given for precision {precision!r}; it goes with int16")
+    if not isinstance(balance, np.ndarray) or balance.dtype.kind != "i" or balance.shape != (terms,):
+        what = f"{balance.dtype} {balance.shape}" if isinstance(balance, np.ndarray) else type(balance).__name__
+        raise InvalidProblemError(f"matmul: balance is {what}; expected a NumPy array of signed integers ({terms},)")
+    if balance.size and max(-balance.min(), balance.max()) > int16.DROPPED:
+        raise InvalidProblemError(
+            f"matmul: balance has values from {balance.min()} to {balance.max()}; accepted: {-int16.DROPPED} to "
+            f"{int16.DROPPED}"
+        )
+    return balance.astype(np.int64)
 
 
 def _checked(a: Floats, b: Floats) -> tuple[Floats, Floats]:
@@ -140,31 +182,35 @@ def _checked(a: Floats, b: Floats) -> tuple[Floats, Floats]:
     return a, b
 
 
-def matmul(a: Floats, b: Floats) -> Floats:
+def matmul(a: Floats, b: Floats, precision: str | None = None, balance: Any = None) -> Floats:
     """The matrix product of two arrays of one dtype (float16, bfloat16, float32, float64), order-free.
 
     Shapes as in `numpy.matmul`: `[..., M, K] @ [..., K, N]` with broadcast batches; a 1-D operand is a row on the left
-    and a column on the right, and its axis disappears. K = 0 gives zeros. The 16-bit types and float32 take 3 slices,
-    float64 4. The binary64 result of rule 10 is rounded to the storage type once, by way of binary32 for the 16-bit
-    types. An exact zero is +0. `matmul_error_bound` says how far off an entry may be.
+    and a column on the right, and its axis disappears. K = 0 gives zeros. An exact zero is +0. `matmul_error_bound`
+    says how far off an entry may be.
+
+    precision: "int16" rounds every row of a and every column of b to 16-bit integers; the 16-bit types have it by
+    default, and float32 may. "wide" keeps some 50 bits of a row (67 for float64), at six to ten times the cost; it is
+    the default of float32 and float64. balance: signed integers d [K] for "int16": column k of a counts as divided by
+    2^d_k and row k of b as multiplied by it, which changes what is rounded (`int16.balance_of`,
+    `int16.balance_between`).
 
     An entry with a product that is not finite because an operand is not is what IEEE addition gives in any order: NaN
     if a product is NaN or both infinities occur, else the infinity. Other entries of the same row or column do not
     feel it.
 
-    The slices take 24 or 32 bytes an element of a and b besides the result.
+    The integers take 8 bytes an element of a and b besides the result, those of "wide" 24 or 32.
 
-    Raises InvalidProblemError for shapes or dtypes that do not match, UnsupportedError for other dtypes and for K
-    beyond 2^26.
+    Raises InvalidProblemError for shapes or dtypes that do not match, another precision and a balance that does not
+    fit, UnsupportedError for other dtypes, for int16 with float64 and for K beyond 2^26.
     """
     a, b = _checked(a, b)
-    work = np.dtype(work_dtype(a.dtype))
+    precision = checked_precision(a.dtype, precision)
+    balance = _checked_balance(balance, a.shape[-1], precision)
     left = a[None, :] if a.ndim == 1 else a
     right = b[:, None] if b.ndim == 1 else b
     with default_environment():
-        c = _product(left.astype(np.float64), right.astype(np.float64), _SLICES[work])
-        c = narrow(c, work)
-        c = c if work == a.dtype else narrow(c, a.dtype)
+        c = _int16(left, right, balance) if precision == "int16" else _wide(left, right)
     if b.ndim == 1:
         c = c[..., 0]
     if a.ndim == 1:
@@ -172,9 +218,10 @@ def matmul(a: Floats, b: Floats) -> Floats:
     return c
 
 
-def matmul_error_bound(a: Floats, b: Floats) -> Floats:
+def matmul_error_bound(a: Floats, b: Floats, precision: str | None = None, balance: Any = None) -> Floats:
     """How far each entry of `matmul(a, b)` may be from the exact product, as binary64; infinite where it is not finite.
 
+    In "int16" it is that of `int16.error_bound` plus half an ulp, in "wide"
     K * max_k |a_ik| * max_k |b_kj| * 2^-50 (float64: 2^-67) plus half an ulp of the entry. The first part holds what
     the slices leave out, at most 8 * 2^-(18 * slices) * K * max |a| * max |b|, and the roundings of the smaller level
     sums, at most 5 * 2^-71 of the same; the second is the rounding to the storage type.
@@ -186,8 +233,17 @@ def matmul_error_bound(a: Floats, b: Floats) -> Floats:
         "float32": (2.0**-24, 2.0**-150),
         "float64": (2.0**-53, 2.0**-1074),
     }[a.dtype.name]
-    product = matmul(a, b)
+    precision = checked_precision(a.dtype, precision)
+    product = matmul(a, b, precision, balance)
     with default_environment(), np.errstate(all="ignore"):
+        if precision == "int16":
+            left = a[None, :] if a.ndim == 1 else a
+            right = b[:, None] if b.ndim == 1 else b
+            error = int16.error_bound(left, right, balance).reshape(product.shape)
+            c = np.abs(product.astype(np.longdouble))
+            half_ulp = 0 if a.dtype == np.float32 else half_ulp
+            bound = error + half_ulp * (1 + 2.0**-8) * c + tiny
+            return np.where(np.isfinite(c), bound, np.inf).astype(np.float64)
         # Two factors far apart: what their product is made of may leave the range of binary64 on the way.
         c = np.abs(product.astype(np.longdouble))
         rows = np.max(np.abs(a.astype(np.longdouble)), axis=-1, initial=0)
