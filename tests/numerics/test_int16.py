@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isograd.errors import InvalidProblemError, UnsupportedError
-from isograd.numerics import int16
-from isograd.numerics.matmul import matmul, matmul_error_bound
+from isograd.numerics import int16, numba_dot, numba_int16
+from isograd.numerics.matmul import DEFINITION, matmul, matmul_error_bound
 from isograd.numerics.reference import narrow
 
 BFLOAT16 = ml_dtypes.bfloat16
@@ -24,7 +24,11 @@ def bits(x):
 
 
 def product(a, b, balance=None):
-    return matmul(a, b, "int16", balance)
+    """The product by its definition, after every engine of this machine returned the same bits."""
+    c = matmul(a, b, "int16", balance, DEFINITION)
+    for engine in numba_int16.engine_names():
+        assert bits(matmul(a, b, "int16", balance, engine)) == bits(c), engine
+    return c
 
 
 def random(rng, shape, dtype, spread=(0, 0)):
@@ -112,6 +116,7 @@ def test_fewer_bits_would_break_the_bound(monkeypatch):
     a, b = random(rng, (8, 64), np.float32), random(rng, (64, 8), np.float32)
     assert_within_bound(a, b)
     round_to = np.rint
+    monkeypatch.setattr(numba_int16, "engine_names", tuple)
     monkeypatch.setattr(int16.np, "rint", lambda x: 16 * round_to(x / 16))
     with pytest.raises(AssertionError):
         assert_within_bound(a, b)
@@ -252,6 +257,40 @@ def test_the_order_of_long_contractions_leaves_no_trace():
     a, b = random(rng, (2, k), np.float32), random(rng, (k, 2), np.float32)
     order = rng.permutation(k)
     assert bits(product(a[:, order], b[order])) == bits(product(a, b))
+
+
+# --- engines ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("shape", [(1, 1, 1), (13, 511, 17), (230, 1021, 150), (3, 40, 400), (12, 510, 16)])
+def test_tiles_and_chunks_at_their_ends(shape):
+    m, k, n = shape
+    rng = np.random.default_rng(7)
+    a, b = random(rng, (m, k), np.float32, (-3, 3)), random(rng, (k, n), np.float32, (-3, 3))
+    product(a, b)
+    product(np.asfortranarray(a), b.T.copy().T, rng.integers(-200, 200, k))
+
+
+def test_sums_of_a_chunk_stay_within_int32():
+    assert numba_dot.TERMS * 32639 * 128 < 2**31
+    k = 4 * numba_dot.TERMS
+    a, b = np.full((1, k), 32639.0, np.float32), np.full((k, 1), -32384.0, np.float32)
+    assert product(a, b)[0, 0] == np.float32(-(32639 * 32384 * k) // 256) * 256
+
+
+def test_batches_share_and_repeat_operands():
+    rng = np.random.default_rng(8)
+    shapes = [((2, 3, 4, 5), (5, 6)), ((2, 1, 4, 5), (3, 5, 6)), ((4, 5), (2, 5, 6)), ((0, 4, 5), (5, 6))]
+    shapes += [((2, 4, 0), (0, 6)), ((0, 5), (5, 3)), ((5,), (2, 5, 3)), ((2, 4, 5), (5,)), ((5,), (5,))]
+    for left, right in shapes:
+        product(random(rng, left, np.float16), random(rng, right, np.float16))
+
+
+def test_a_processor_without_an_engine_multiplies_in_binary64(monkeypatch):
+    monkeypatch.setattr(numba_dot.numba.config, "CPU_NAME", "generic")
+    monkeypatch.setattr(numba_dot.numba.config, "CPU_FEATURES", "+avx2")
+    assert [engine.name for engine in numba_dot.engines()] == ["avx2"]
+    monkeypatch.setattr(numba_dot.numba.config, "CPU_FEATURES", None)
+    assert numba_dot.engines() == []
+    assert numba_int16.engine_names()[-1] == "blas"
 
 
 # --- special values, and what is no problem -------------------------------------------------------------------------

@@ -13,16 +13,16 @@ import numpy as np
 from isograd.losses import cross_entropy_reference as reference
 from isograd.losses.cross_entropy_reference import IGNORE_INDEX
 from isograd.numerics import reference as ref
-from isograd.numerics.matmul import matmul
+from isograd.numerics.matmul import DEFINITION, matmul
 from isograd.reduction import reference as reduction
 from isograd.runtime.fenv import default_environment
 
 Floats = reference.Floats
 
 
-def logits_of(hidden: Floats, weight: Floats, bias: Floats | None) -> Floats:
-    """The logits of some rows for some classes."""
-    logits = matmul(hidden, weight.T)
+def logits_of(hidden: Floats, weight: Floats, bias: Floats | None, engine: str | None = None) -> Floats:
+    """The logits of some rows for some classes; engine as for `matmul`."""
+    logits = matmul(hidden, weight.T, engine=engine)
     if bias is None:
         return logits
     with default_environment(), np.errstate(all="ignore"):
@@ -41,7 +41,7 @@ def linear_cross_entropy(
 ) -> Floats:
     """The bits of the losses of the rows."""
     rest = (class_weight, 1, ignore_index, label_smoothing, z_loss)
-    return reference.cross_entropy(logits_of(hidden, weight, bias), targets, *rest)[0]
+    return reference.cross_entropy(logits_of(hidden, weight, bias, DEFINITION), targets, *rest)[0]
 
 
 def linear_cross_entropy_gradient(
@@ -57,8 +57,11 @@ def linear_cross_entropy_gradient(
 ) -> tuple[Any, ...]:
     """The bits of the losses and of the gradients of hidden, weight and, if there is one, bias."""
     rest = (class_weight, 1, ignore_index, label_smoothing, z_loss)
-    losses, dlogits = reference.cross_entropy_gradient(dlosses, logits_of(hidden, weight, bias), targets, *rest)
-    gradients = (losses, matmul(dlogits, weight), matmul(dlogits.T, hidden))
+    losses, dlogits = reference.cross_entropy_gradient(
+        dlosses, logits_of(hidden, weight, bias, DEFINITION), targets, *rest
+    )
+    dhidden, dweight = (matmul(g, x, engine=DEFINITION) for g, x in ((dlogits, weight), (dlogits.T, hidden)))
+    gradients = (losses, dhidden, dweight)
     return gradients if bias is None else (*gradients, reduction.sum(dlogits, 0))
 
 

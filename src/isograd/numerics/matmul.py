@@ -10,13 +10,14 @@ terms stays within 2^52, so a BLAS adds it without a rounding, whatever its orde
 slice width does not depend on K: padding with zeros, longer chunks of K and batching change no bit.
 """
 
+import math
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from isograd.errors import InvalidProblemError, UnsupportedError
-from isograd.numerics import int16
+from isograd.numerics import int16, numba_int16
 from isograd.numerics.reference import FORMATS, narrow, pow2, work_dtype
 from isograd.numerics.storage import require_array
 from isograd.runtime.fenv import default_environment
@@ -27,6 +28,7 @@ SLICE_BITS: Final = 18
 CHUNK: Final = 1 << 16  # terms whose slice products add up exactly in binary64: 2 * 18 + 16 = 52 bits
 MAX_TERMS: Final = 1 << 26  # beyond, the int64 sums over chunks could overflow
 PRECISIONS: Final = ("int16", "wide")
+DEFINITION: Final = "numpy"  # the engine that computes int16 as its definition reads
 _SLICES: Final = {np.dtype(np.float32): 3, np.dtype(np.float64): 4}
 _F64: Final = FORMATS[np.dtype(np.float64)]
 
@@ -122,13 +124,24 @@ def _wide(a: Floats, b: Floats) -> Floats:
         return total if work == dtype else narrow(total, dtype)
 
 
-def _int16(a: Floats, b: Floats, balance: int16.Integers | None) -> Floats:
+def _int16(a: Floats, b: Floats, balance: int16.Integers | None, engine: str | None) -> Floats:
     """The product of two stacks of matrices."""
-    c = int16.product(a, b, balance)
-    if np.isfinite(a).all() and np.isfinite(b).all():
+    if engine == DEFINITION:
+        c = int16.product(a, b, balance)
+        ordinary = bool(np.isfinite(a).all() and np.isfinite(b).all())
+    else:
+        if b.ndim == 2 and a.ndim > 2:
+            a = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
+        batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        left, right = np.broadcast_to(a, batch + a.shape[-2:]), np.broadcast_to(b, batch + b.shape[-2:])
+        c = np.empty((*batch, a.shape[-2], b.shape[-1]), a.dtype)
+        every = [numba_int16.product(left[i], right[i], c[i], balance, engine) for i in np.ndindex(batch)]
+        ordinary = all(every)
+    if ordinary:
         return c
-    wide = _special(a.astype(np.float64), b.astype(np.float64), c.astype(np.float64))
-    return narrow(wide, a.dtype)
+    with np.errstate(all="ignore"):
+        wide = _special(a.astype(np.float64), b.astype(np.float64), c.astype(np.float64))
+        return narrow(wide, a.dtype)
 
 
 def checked_precision(dtype: Any, precision: str | None) -> str:
@@ -182,7 +195,9 @@ def _checked(a: Floats, b: Floats) -> tuple[Floats, Floats]:
     return a, b
 
 
-def matmul(a: Floats, b: Floats, precision: str | None = None, balance: Any = None) -> Floats:
+def matmul(
+    a: Floats, b: Floats, precision: str | None = None, balance: Any = None, engine: str | None = None
+) -> Floats:
     """The matrix product of two arrays of one dtype (float16, bfloat16, float32, float64), order-free.
 
     Shapes as in `numpy.matmul`: `[..., M, K] @ [..., K, N]` with broadcast batches; a 1-D operand is a row on the left
@@ -193,13 +208,14 @@ def matmul(a: Floats, b: Floats, precision: str | None = None, balance: Any = No
     default, and float32 may. "wide" keeps some 50 bits of a row (67 for float64), at six to ten times the cost; it is
     the default of float32 and float64. balance: signed integers d [K] for "int16": column k of a counts as divided by
     2^d_k and row k of b as multiplied by it, which changes what is rounded (`int16.balance_of`,
-    `int16.balance_between`).
+    `int16.balance_between`). engine: what multiplies integers, one of `numba_int16.engine_names()`, by default the
+    first, or DEFINITION; the bits are the same.
 
     An entry with a product that is not finite because an operand is not is what IEEE addition gives in any order: NaN
     if a product is NaN or both infinities occur, else the infinity. Other entries of the same row or column do not
     feel it.
 
-    The integers take 8 bytes an element of a and b besides the result, those of "wide" 24 or 32.
+    The integers take up to 8 bytes an element of a and b besides the result, those of "wide" 24 or 32.
 
     Raises InvalidProblemError for shapes or dtypes that do not match, another precision and a balance that does not
     fit, UnsupportedError for other dtypes, for int16 with float64 and for K beyond 2^26.
@@ -210,7 +226,8 @@ def matmul(a: Floats, b: Floats, precision: str | None = None, balance: Any = No
     left = a[None, :] if a.ndim == 1 else a
     right = b[:, None] if b.ndim == 1 else b
     with default_environment():
-        c = _int16(left, right, balance) if precision == "int16" else _wide(left, right)
+        c = _int16(left, right, balance, engine) if precision == "int16" else _wide(left, right)
+    c = c.reshape(*np.broadcast_shapes(left.shape[:-2], right.shape[:-2]), left.shape[-2], right.shape[-1])
     if b.ndim == 1:
         c = c[..., 0]
     if a.ndim == 1:
@@ -234,7 +251,7 @@ def matmul_error_bound(a: Floats, b: Floats, precision: str | None = None, balan
         "float64": (2.0**-53, 2.0**-1074),
     }[a.dtype.name]
     precision = checked_precision(a.dtype, precision)
-    product = matmul(a, b, precision, balance)
+    product = matmul(a, b, precision, balance, DEFINITION)
     with default_environment(), np.errstate(all="ignore"):
         if precision == "int16":
             left = a[None, :] if a.ndim == 1 else a

@@ -84,6 +84,7 @@ def _stack(size: int) -> Any:
 # Memory on the stack for elements of the type of `like`: the compiler knows that nothing else points there.
 stack_block = _stack(BLOCK)
 stack_lanes = _stack(LANES)
+stack_lines = _stack(2 * BLOCK)
 
 
 def work_zero(like: Any) -> Any:

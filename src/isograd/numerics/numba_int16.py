@@ -1,0 +1,316 @@
+# mypy: ignore-errors
+"""The product of 16-bit integers on the CPU; `int16.py` is the definition.
+
+Lines are the rows of a and the columns of b, each with K elements. Their exponents are found, their integers packed for
+an engine of `numba_dot.py`, and tiles of the product added up and scaled. Where no engine serves, a BLAS multiplies the
+same integers in binary64, exactly.
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from isograd.numerics import int16, numba_dot
+from isograd.numerics.constants import MAGIC_32
+from isograd.numerics.numba_dot import add_products, tile_lanes, tile_rows
+from isograd.numerics.numba_memory import (
+    keep,
+    load,
+    pointer,
+    raise_flag,
+    stack_lines,
+    store,
+    work_zero,
+)
+from isograd.numerics.numba_ops import as_int, pow2_32, pow2_64
+from isograd.numerics.numba_storage import narrow, widen
+from isograd.numerics.storage import address, kernel_type
+from isograd.runtime.numba_compile import device_function, kernel
+from isograd.runtime.parallel import for_ranges, get_num_threads, grain
+
+_ZERO = int16.ZERO
+_MAGIC = np.float32(MAGIC_32)
+_CHUNK = 2 * (numba_dot.TERMS // 2)  # elements of a line that are packed, and multiplied, at a time
+_CARRY = (1 << 24) - (2 * int16.LARGEST + 1) * (1 << 8)  # what lifts a significand from the next integer's on
+_PANELS = 16, 8  # of rows and of columns in a block of the result: 12 x 16 each, and their sums fill half of an L2
+
+
+@device_function
+def _exponent(x):
+    """That of an element, whose sign and being finite do not matter."""
+    size = np.int32(as_int(x) & 0x7FFFFFFF)
+    small = size < 0x00800000
+    bits = np.int32(as_int(abs(x) * np.float32(2.0**64)) if small else size)
+    found = np.int32(np.int32(np.int32(bits + _CARRY) >> 23) - np.int32(190 if small else 126))
+    return np.int32(_ZERO) if size == 0 or size >= 0x7F800000 else found
+
+
+@device_function
+def _load_panel(x, offset, step, stride, lines, count, values):
+    """Widen a piece of some lines, in the order in which it lies in memory."""
+    if abs(step) < abs(stride):
+        for j in range(count):
+            for i in range(lines):
+                store(values, i * _CHUNK + j, widen(load(x, offset + i * step + j * stride)))
+    elif stride == 1:
+        for i in range(lines):
+            for j in range(count):
+                store(values, i * _CHUNK + j, widen(load(x, offset + i * step + j)))
+    else:
+        for i in range(lines):
+            for j in range(count):
+                store(values, i * _CHUNK + j, widen(load(x, offset + i * step + j * stride)))
+
+
+@kernel
+def line_exponents(
+    like, x_address, step, stride, lines, n, width, shift_address, out_address, flag_address, start, stop
+):  # fmt: skip
+    """The greatest exponents of lines, panels of them at a time; a flag where an element is not finite."""
+    x, zero = pointer(x_address, like), work_zero(like)
+    shift, out = pointer(shift_address, np.int32(0)), pointer(out_address, np.int32(0))
+    values = stack_lines(zero)
+    wild = False
+    for first in range(start * width, stop * width, width):
+        last = min(first + width, lines)
+        for i in range(first, last):
+            store(out, i, np.int32(_ZERO))
+        for k in range(0, n, _CHUNK):
+            count = min(n - k, _CHUNK)
+            _load_panel(x, first * step + k * stride, step, stride, last - first, count, values)
+            for i in range(first, last):
+                most = load(out, i)
+                unknown = np.int32(0)
+                for j in range(count):
+                    v = load(values, (i - first) * _CHUNK + j)
+                    e = _exponent(v)
+                    most = max(most, np.int32(e + load(shift, k + j)) if e > _ZERO else e)
+                    unknown = np.int32(unknown | np.int32(np.int32(as_int(v) & 0x7FFFFFFF) >= 0x7F800000))
+                wild |= unknown != 0
+                store(out, i, most)
+    raise_flag(flag_address, wild)
+
+
+@device_function
+def _round_piece(values, at, count, exponent, shift, plain, integers):
+    """The integers of a piece of a line; plain: shifts that take no step of scaling out of range."""
+    power = np.int32(15 - (np.int32(0) if exponent == _ZERO else exponent))
+    if plain and -60 <= power <= 60:
+        factor = pow2_32(power)
+        for j in range(count):
+            store(values, at + j, load(values, at + j) * factor * pow2_32(load(shift, j)))
+    else:
+        for j in range(count):
+            # Beyond 252 only a zero has a place, and below -252 nothing is left.
+            p = np.int32(min(max(np.int32(power + load(shift, j)), np.int32(-252)), np.int32(252)))
+            half = np.int32(p >> 1)
+            store(values, at + j, load(values, at + j) * pow2_32(half) * pow2_32(np.int32(p - half)))
+    for j in range(count):
+        v = load(values, at + j)
+        finite = np.int32(as_int(v) & 0x7FFFFFFF) < 0x7F800000
+        store(integers, at + j, np.int16(np.int32(as_int((v if finite else np.float32(0)) + _MAGIC) & 0xFFFF)))
+
+
+@device_function
+def _round_panel(
+    x, first, k, step, stride, lines, count, width, plain, exponents, shift_address, values, integers
+):  # fmt: skip
+    """The integers of a piece of the lines of a panel; zeros for lines, and for half of a pair, beyond the end."""
+    shift = pointer(shift_address + 4 * k, np.int32(0))
+    some = min(width, lines - first)
+    _load_panel(x, first * step + k * stride, step, stride, some, count, values)
+    for i in range(some):
+        _round_piece(values, i * _CHUNK, count, load(exponents, first + i), shift, plain, integers)
+        if count % 2:
+            store(integers, i * _CHUNK + count, np.int16(0))
+    for i in range(some, width):
+        for j in range(count + count % 2):
+            store(integers, i * _CHUNK + j, np.int16(0))
+
+
+@kernel
+def pack(
+    like, x_address, step, stride, lines, n, width, digits, plain, exponents_address, shift_address, out_address,
+    start, stop,
+):  # fmt: skip
+    """Panels of lines: pairs of integers [pairs, width] or, with digits, pairs of digits [pairs, 2, width]."""
+    x, zero, exponents = pointer(x_address, like), work_zero(like), pointer(exponents_address, np.int32(0))
+    values, piece = stack_lines(zero), stack_lines(np.int16(0))
+    both = 2 * width if digits else width
+    for first in range(start * width, stop * width, width):
+        out = pointer(out_address + first // width * ((n + 1) // 2) * both * 4, np.int16(0))
+        for k in range(0, n, _CHUNK):
+            count = min(n - k, _CHUNK)
+            _round_panel(
+                x, first, k, step, stride, lines, count, width, plain, exponents, shift_address, values, piece
+            )  # fmt: skip
+            for j in range(count + count % 2):
+                at = (k + j) // 2 * both * 2 + j % 2
+                if digits:
+                    for i in range(width):
+                        v = np.int32(load(piece, i * _CHUNK + j))
+                        low = np.int32(np.int32(np.int32(v + 128) & 255) - 128)
+                        store(out, at + 2 * i, np.int16(np.int32(v - low) >> 8))
+                        store(out, at + 2 * (width + i), np.int16(low))
+                else:
+                    for i in range(width):
+                        store(out, at + 2 * i, load(piece, i * _CHUNK + j))
+
+
+@kernel
+def round_lines(
+    like, x_address, step, stride, lines, n, width, plain, exponents_address, shift_address, out_address, start, stop
+):  # fmt: skip
+    """Lines of integers as binary64."""
+    x, zero, exponents = pointer(x_address, like), work_zero(like), pointer(exponents_address, np.int32(0))
+    values, piece, out = stack_lines(zero), stack_lines(np.int16(0)), pointer(out_address, np.float64(0))
+    for first in range(start * width, stop * width, width):
+        for k in range(0, n, _CHUNK):
+            count = min(n - k, _CHUNK)
+            _round_panel(
+                x, first, k, step, stride, lines, count, width, plain, exponents, shift_address, values, piece
+            )  # fmt: skip
+            for i in range(min(width, lines - first)):
+                for j in range(count):
+                    store(out, (first + i) * n + k + j, np.float64(load(piece, i * _CHUNK + j)))
+
+
+@device_function
+def _scaled(z, exponent):
+    """An entry from its exact sum; exponents beyond 400 leave the range of binary32 either way."""
+    t = np.float32((z + 128) >> 8)
+    return np.float32(np.float64(t) * pow2_64(min(max(exponent, -400), 400)))
+
+
+@device_function
+def _exponent_of_line(exponents, i):
+    return np.int64(0) if load(exponents, i) == _ZERO else np.int64(load(exponents, i))
+
+
+@kernel
+def product_blocks(
+    like, engine, a_address, b_address, e_address, f_address, c_address, m, n, k, high, wide, start, stop
+):  # fmt: skip
+    """Blocks of the product, `high` panels of rows by `wide` of columns."""
+    rows, lanes = tile_rows(engine), tile_lanes(engine)
+    e, f, c = pointer(e_address, np.int32(0)), pointer(f_address, np.int32(0)), pointer(c_address, like)
+    pairs, most, size = (k + 1) // 2, _CHUNK // 2, rows * lanes
+    down, across = (m + rows - 1) // rows, (n + lanes - 1) // lanes
+    blocks = (across + wide - 1) // wide
+    sums = np.empty(high * wide * size, np.int64)
+    z = pointer(sums.ctypes.data, np.int64(0))
+    for block in range(start, stop):
+        top, left = block // blocks * high, block % blocks * wide
+        below, right = min(high, down - top), min(wide, across - left)
+        sums[:] = 0
+        for at in range(0, pairs, most):
+            count = min(most, pairs - at)
+            for j in range(right):
+                b = pointer(b_address + ((left + j) * pairs + at) * 2 * lanes * 4, np.int32(0))
+                for i in range(below):
+                    a = pointer(a_address + ((top + i) * pairs + at) * rows * 4, np.int32(0))
+                    to = pointer(sums.ctypes.data + (j * high + i) * size * 8, np.int64(0))
+                    add_products(engine, a, b, count, to)
+        for i in range(top * rows, min((top + below) * rows, m)):
+            row = _exponent_of_line(e, i) - 22
+            for j in range(right):
+                first = (left + j) * lanes
+                tile = (j * high + i // rows - top) * size + i % rows * lanes
+                for column in range(min(lanes, n - first)):
+                    exponent = row + _exponent_of_line(f, first + column)
+                    store(c, i * n + first + column, narrow(_scaled(load(z, tile + column), exponent), like))
+    keep(sums)
+
+
+@kernel
+def scale_sums(like, z_like, z_address, e_address, f_address, c_address, n, start, stop):
+    """Rows of the product from their exact sums, in binary64 or int64."""
+    e, f, c = pointer(e_address, np.int32(0)), pointer(f_address, np.int32(0)), pointer(c_address, like)
+    z = pointer(z_address, z_like)
+    for i in range(start, stop):
+        row = _exponent_of_line(e, i) - 22
+        for j in range(n):
+            exponent = row + _exponent_of_line(f, j)
+            store(c, i * n + j, narrow(_scaled(np.int64(load(z, i * n + j)), exponent), like))
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
+_BLAS = "blas"
+
+
+@functools.cache
+def engine_names() -> tuple[str, ...]:
+    """What can multiply here, the fastest first."""
+    return (*[engine.name for engine in numba_dot.engines()], _BLAS)
+
+
+class _Lines:
+    """The rows of a matrix [lines, K], or the columns of [K, lines], and their exponents."""
+
+    def __init__(self, x: Any, columns: bool, balance: Any, width: int) -> None:
+        self.step, self.stride = [s // x.itemsize for s in (x.strides[::-1] if columns else x.strides)]
+        self.lines, self.terms = x.shape[::-1] if columns else x.shape
+        self.x, self.like, self.width = x, kernel_type(x.dtype), width
+        self.shift = np.zeros(self.terms, np.int32) if balance is None else balance.astype(np.int32)
+        if balance is not None and not columns:
+            self.shift = -self.shift
+        self.plain = balance is None or bool(np.abs(balance).max(initial=0) <= 60)
+        self.exponents = np.empty(self.lines, np.int32)
+        flag = np.zeros(1, np.uint8)
+        self._over(line_exponents, (), address(self.shift), address(self.exponents), address(flag))
+        self.finite = not flag[0]
+
+    def _over(self, function: Any, options: tuple[Any, ...], *addresses: int) -> None:
+        panels = -(-self.lines // self.width)
+        where = (self.like, address(self.x), self.step, self.stride, self.lines, self.terms, self.width)
+        chunk = grain(panels, 4 * self.width * self.terms)
+        for_ranges(function, panels, chunk, *where, *options, *addresses)
+
+    def packed(self, digits: bool) -> Any:
+        """Pairs of integers, or of digits, in panels."""
+        panels, words = -(-self.lines // self.width), 2 if digits else 1
+        out = np.empty(panels * ((self.terms + 1) // 2) * words * self.width, np.int32)
+        addresses = address(self.exponents), address(self.shift), address(out)
+        self._over(pack, (digits, self.plain), *addresses)
+        return out
+
+    def rounded(self) -> Any:
+        """The integers as binary64 [lines, K]."""
+        out = np.empty((self.lines, self.terms))
+        self._over(round_lines, (self.plain,), address(self.exponents), address(self.shift), address(out))
+        return out
+
+
+def _by_blas(a: _Lines, b: _Lines, c: Any) -> None:
+    left, right = a.rounded(), b.rounded().T
+    z = np.matmul(left, right) if a.terms <= int16.EXACT else int16.exact_sums(left, right)
+    addresses = [address(x) for x in (z, a.exponents, b.exponents, c)]
+    for_ranges(scale_sums, a.lines, grain(a.lines, b.lines), a.like, z.dtype.type(0), *addresses, b.lines)
+
+
+def _by_tiles(engine: numba_dot.Engine, a: _Lines, b: _Lines, c: Any) -> None:
+    left, right = a.packed(False), b.packed(True)
+    down, across = -(-a.lines // engine.rows), -(-b.lines // engine.lanes)
+    high, wide = _PANELS
+    while (blocks := -(-down // high) * -(-across // wide)) < 4 * get_num_threads() and high * wide > 1:
+        high, wide = (high // 2, wide) if high >= wide else (high, wide // 2)
+    addresses = [address(x) for x in (left, right, a.exponents, b.exponents, c)]
+    for_ranges(product_blocks, blocks, 1, a.like, engine.like, *addresses, a.lines, b.lines, a.terms, high, wide)
+
+
+def product(a: Any, b: Any, c: Any, balance: Any = None, engine: str | None = None) -> bool:
+    """Compute c [M, N] in C order from a [M, K] and b [K, N]; return whether all elements were finite.
+
+    Elements that are not count as zero. balance: integers [K] or None. engine: one of `engine_names()`, by default the
+    first; the bits are the same.
+    """
+    name = engine or engine_names()[0]
+    chosen = next((e for e in numba_dot.ENGINES if e.name == name), None)
+    rows, lanes = (16, 16) if chosen is None else (chosen.rows, chosen.lanes)
+    left, right = _Lines(a, False, balance, rows), _Lines(b, True, balance, lanes)
+    if chosen is None:
+        _by_blas(left, right, c)
+    else:
+        _by_tiles(chosen, left, right, c)
+    return left.finite and right.finite
