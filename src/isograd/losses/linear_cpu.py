@@ -9,7 +9,8 @@ block of classes after the other:
 all of it in the work type: 16-bit operands are widened a block at a time, results rounded once. How a BLAS adds up is
 its own affair, and so are the bits.
 
-`order_free` takes the products of rule 10, whose bits nothing changes, at some twenty times the cost.
+`order_free` takes the products of rule 10, whose bits nothing changes, at about the same cost in 16 bits and some
+twenty times that in float32 and float64.
 """
 
 from collections.abc import Iterator, Mapping
