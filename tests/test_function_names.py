@@ -48,6 +48,7 @@ CALLS = [
     ("gelu", (X,), {}, {"x": (INTEGERS, "x"), "approximate": ("erf",)}),
     *[(name, (X, X), {}, {"a": ("x", INTEGERS), "b": ("x", X[:, :2], WIDE)}) for name in (
         "equal", "greater", "greater_equal", "less", "less_equal", "not_equal", "maximum", "minimum")],
+    ("matmul", (X, X.T.copy()), {}, {"a": ("x", INTEGERS), "b": (X, WIDE.T), "precision": ("int8", 16)}),
     ("power", (X, X), {}, {"x": ("x", INTEGERS), "y": ("x", X[:, :2], WIDE)}),
     ("where", (X > 0, X, X), {}, {"mask": (X, "x", None), "a": (INTEGERS, "x"), "b": (X[:, :2], WIDE)}),
     *[(name, (X,), {}, REDUCED) for name in ("max", "mean", "min", "sum")],
@@ -139,7 +140,7 @@ ALSO = {
 }  # fmt: skip
 NUMPY_ALONE = {
     "exp", "log", "relu", "sigmoid", "silu", "sqrt", "tanh", "gelu", "equal", "greater", "greater_equal", "less",
-    "less_equal", "not_equal", "maximum", "minimum", "power", "where", "max", "mean", "min", "sum",
+    "less_equal", "not_equal", "maximum", "minimum", "matmul", "power", "where", "max", "mean", "min", "sum",
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ torch tensor and inside an `Encoder`.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from isograd.tape.functions import checked_mask
 from isograd.tape.variable import Variable
 from isograd.typing import Array, SupportsDLPack
 
+Precision = Literal["int16", "wide"]
 Constant = SupportsDLPack | np.generic | float
 T = TypeVar("T", bound=Array)
 
@@ -162,6 +163,29 @@ def where(mask: Any, a: Constant, b: Constant) -> NDArray[Any]: ...
 def where(mask: Any, a: Any, b: Any) -> Any:
     """The elements of a where a mask, an array of booleans, is true, and those of b elsewhere."""
     return _call(choice_rules.where, a, b, mask=checked_mask("where", mask))
+
+
+# --- matrix products -------------------------------------------------------------------------------------------------
+@overload
+def matmul(a: Variable, b: Variable | Constant, *, precision: Precision | None = None) -> Variable: ...
+@overload
+def matmul(a: Constant, b: Variable, *, precision: Precision | None = None) -> Variable: ...
+@overload
+def matmul(a: Constant, b: Constant, *, precision: Precision | None = None) -> NDArray[Any]: ...
+def matmul(a: Any, b: Any, *, precision: Precision | None = None) -> Any:
+    """The matrix product with the shape rules of `numpy.matmul`, `[..., M, K] @ [..., K, N]`, in no order.
+
+    precision: "int16" rounds every row of a and every column of b to 16-bit integers with a power of two as scale;
+    their product is exact, and its error that of a bfloat16 product on ordinary data. It is the default of the 16-bit
+    types; float32 may have it. "wide" keeps some 50 bits of a row (float64: 67) at many times the cost; it is the
+    default of float32 and float64.
+
+    Neither the order of K, padding with zeros, nor any split of M, N and the batch changes a bit: rule 10 of
+    `docs/arithmetic.md`. K is up to 2^26. The bound on the error is `isograd.numerics.matmul.matmul_error_bound`.
+
+    Raises UnsupportedError also for int16 with float64; `isograd.torch.matmul` takes tensors.
+    """
+    return _call(rules.matmul, a, b, precision=precision)
 
 
 # --- comparisons -----------------------------------------------------------------------------------------------------

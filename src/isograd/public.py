@@ -15,6 +15,7 @@ with default_environment():
         less,
         less_equal,
         log,
+        matmul,
         max,  # noqa: A004 - NumPy's name
         maximum,
         mean,
@@ -181,6 +182,7 @@ __all__ = [
     "less_equal",
     "linear_cross_entropy",
     "log",
+    "matmul",
     "max",
     "maximum",
     "mean",

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import isograd as ig
 import isograd.tape as tp
 from isograd.elementwise import reference as elementwise
 from isograd.errors import InvalidProblemError
@@ -305,6 +306,14 @@ def test_matmul_bits(dtype):
     assert bits(da) == bits(matmul(g, b.T))
     # The broadcast batch is part of the contraction, so the gradient is rounded once.
     assert bits(db) == bits(matmul(a.reshape(6, 4).T, g.reshape(6, 5)))
+
+
+def test_the_precision_of_a_product_is_that_of_its_gradients():
+    a, b = normal(3, 40).astype(np.float32), normal(40, 5).astype(np.float32)
+    y, g, da, db = with_upstream(lambda a, b: ig.matmul(a, b, precision="int16"), a, b)
+    assert bits(y) == bits(ig.matmul(a, b, precision="int16")) == bits(matmul(a, b, "int16")) != bits(matmul(a, b))
+    assert bits(da) == bits(matmul(g, b.T, "int16"))
+    assert bits(db) == bits(matmul(a.T, g, "int16"))
 
 
 @settings(max_examples=40, deadline=None)

@@ -62,9 +62,12 @@ def neg(x: Variable) -> Variable:
     return apply(rules.neg, x)
 
 
-def matmul(a: Operand, b: Operand) -> Variable:
-    """The matrix product with the shape rules of `numpy.matmul`, order-free (`isograd.numerics.matmul`)."""
-    return apply(rules.matmul, a, b)
+def matmul(a: Operand, b: Operand, *, precision: str | None = None) -> Variable:
+    """The matrix product with the shape rules of `numpy.matmul`, order-free.
+
+    precision: that of `isograd.matmul`, of the gradients too.
+    """
+    return apply(rules.matmul, a, b, precision=precision)
 
 
 def exp(x: Variable) -> Variable:

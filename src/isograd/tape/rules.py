@@ -134,7 +134,7 @@ def power(a: Array, *exponents: Array, exponent: float = 0.0) -> Result:
 
 
 # --- matrix products -------------------------------------------------------------------------------------------------
-def _contract(left: Array, right: Array, batch: tuple[int, ...], kept: tuple[int, ...]) -> Array:
+def _contract(left: Array, right: Array, batch: tuple[int, ...], kept: tuple[int, ...], precision: str | None) -> Array:
     """Contract [*batch, R, P] and [*batch, R, Q] to [*kept, P, Q].
 
     Summed over R and over the batch axes that `kept` lacks or has at size 1, in one order-free product per kept matrix,
@@ -150,12 +150,12 @@ def _contract(left: Array, right: Array, batch: tuple[int, ...], kept: tuple[int
         rows = math.prod(batch[d] for d in folded) * x.shape[-2]
         return full.transpose(order).reshape(*(batch[d] for d in others), rows, x.shape[-1])
 
-    return product.matmul(stacked(left).swapaxes(-1, -2), stacked(right))
+    return product.matmul(stacked(left).swapaxes(-1, -2), stacked(right), precision)
 
 
-def matmul(a: Array, b: Array) -> Result:
+def matmul(a: Array, b: Array, precision: str | None = None) -> Result:
     """The matrix product, order-free."""
-    y = product.matmul(a, b)
+    y = product.matmul(a, b, precision)
     left = a[None, :] if a.ndim == 1 else a
     right = b[:, None] if b.ndim == 1 else b
     batch = np.broadcast_shapes(left.shape[:-2], right.shape[:-2])
@@ -163,10 +163,10 @@ def matmul(a: Array, b: Array) -> Result:
 
     def gradient_a(g: Array) -> Array:
         g = g.reshape(full).swapaxes(-1, -2)
-        return _contract(g, right.swapaxes(-1, -2), batch, left.shape[:-2]).reshape(a.shape)
+        return _contract(g, right.swapaxes(-1, -2), batch, left.shape[:-2], precision).reshape(a.shape)
 
     def gradient_b(g: Array) -> Array:
-        return _contract(left, g.reshape(full), batch, right.shape[:-2]).reshape(b.shape)
+        return _contract(left, g.reshape(full), batch, right.shape[:-2], precision).reshape(b.shape)
 
     return y, (gradient_a, gradient_b)
 
