@@ -81,6 +81,8 @@ def test_bits_and_bound_over_all_exponents(dtype, data):
     a, b = random(rng, (m, k), dtype, spread), random(rng, (k, n), dtype, spread)
     a[rng.random((m, k)) < 0.2], b[rng.random(k) < 0.2] = 0, -0.0
     balances = [np.zeros(k, np.int64), rng.integers(-40, 40, k), int16.balance_of(b), int16.balance_between(a, b)]
+    assert (numba_int16.balance_of(b) == balances[2]).all()
+    assert (numba_int16.balance_between(a, b) == balances[3]).all()
     for balance in balances:
         assert bits(product(a, b, balance)) == bits(defined(a, b, balance))
         assert_within_bound(a, b, balance)

@@ -64,6 +64,8 @@ CALLS = {
     "kl_div": (lambda x, v: igt.kl_div(x[:v], x[:v], log_target=True), rows(12), INTEGERS),
     "distillation_loss": (lambda x, v: igt.distillation_loss(x[:v], x[:v].detach()), rows(12), INTEGERS),
     "linear_cross_entropy": (lambda x, v: igt.linear_cross_entropy(x[:v], x, torch.arange(v)), rows(12), INTEGERS),
+    "linear": (lambda x, v: igt.linear(x[:v], x, x[:, 0]), rows(12), INTEGERS),
+    "matmul": (lambda x, v: igt.matmul(x[:v], x.T), rows(12), INTEGERS),
     "index_select": (lambda x, v: igt.index_select(x, 0, torch.arange(v)), rows(12), INTEGERS),
     "index_add": (lambda x, v: igt.index_add(x, 0, torch.arange(v), x[:v]), rows(12), INTEGERS),
     "take_along_dim": (lambda x, v: igt.take_along_dim(x[:v], x[:v].argsort(1), 1), rows(12), INTEGERS),

@@ -93,6 +93,22 @@ FUNCTIONS = [
         [((X, FAR), "target"), ((X, ROW), "target"), ((X, X.double()), "target"), ((X, META[:, 0].long()), "")],
     ),
     (
+        "matmul",
+        [(X, X.T), (X[0], X.T), (X, X[0]), (X[0], X[0]), (Q, Q.mT)],
+        [
+            ((X, X), "input has shape"),
+            ((X, X.T.double()), "other has dtype"),
+            ((INTEGERS, X), "input has dtype"),
+            ((X, META.T), "input is on cpu"),
+            ((X, X.sum()), "other is a scalar"),
+        ],
+    ),
+    (
+        "linear",
+        [(X, X), (X[0], X, ROWS.float()), (Q, Q[0, 0], Q[0, 0, :, 0])],
+        [((X, X.T), "input has shape"), ((X, X.double()), "weight has dtype"), ((X, X, X[0]), "bias has shape")],
+    ),
+    (
         "linear_cross_entropy",
         [(X, X, ROWS)],
         [((X, X, FAR), "targets"), ((X, X[:, :2], ROWS), "weight"), ((X, X, ROW), "targets")],
@@ -120,6 +136,7 @@ FUNCTIONS = [
 ]
 KEYWORDS = {
     "gumbel_softmax": ([((X,), {"seed": 1})], [((X, -1.0), {"seed": 0}, "tau is"), ((X,), {"seed": -1}, "seed is")]),
+    "matmul": ([((X, X.T), {"precision": "int16"})], [((X, X.T), {"precision": "int8"}, "precision is 'int8'")]),
     "attention": (
         [((Q, Q, Q), {"dropout_p": 0.5, "seed": 3}), ((Q, Q, Q), {"dropout_p": 0.5})],
         [((Q, Q, Q), {"dropout_p": 2.0}, "dropout_p is"), ((Q, Q, Q), {"window": (-1, 2)}, "window")],

@@ -98,6 +98,11 @@ def arguments(seed, device="cpu"):
         "linear_cross_entropy_backward": (one, *linear, "mean", None, None, None),
         "linear_cross_entropy_backward of hidden": (one, *linear, "mean", None, None, None, count, False),
         "linear_cross_entropy_backward of rows": (tokens, *linear, "none", None, None, preference, None, False),
+        "matmul": (normal(2, 4, 5), normal(5, 3)),
+        "matmul by a weight": (normal(4, 5), normal(5, 3), "int16", "other"),
+        "matmul over tokens": (normal(4, 5), normal(5, 3), "int16", "tokens"),
+        "add_to_rows": (normal(4, 5), normal(5)),
+        "sum_of_rows": (normal(4, 5),),
         "attention": (q, k, v, extra),
         "attention with sinks": (q, k, v, None, None, None, None, None, None, sinks),
         "attention_backward": (normal(2, 4, 5, 16), None, o, lse, False, False, q, k, v, extra),
@@ -137,6 +142,9 @@ def mapped(name, size, places, device="cpu"):
 # The arguments that make every member a problem of its own, where one kernel does not serve them all: class weights are
 # those of all rows, and linear_cross_entropy has one matrix, which it returns the gradient of with any argument.
 ONE_BY_ONE = {
+    "matmul by a weight": {1},
+    "matmul over tokens": {0, 1},
+    "add_to_rows": {1},
     "cross_entropy with weights": {2},
     "linear_cross_entropy": {1, 3},
     "linear_cross_entropy with a count": {1, 3},

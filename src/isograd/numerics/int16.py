@@ -44,7 +44,11 @@ def balance_of(weight: Floats) -> Integers:
     one), d_k = max(0, 4⌊(W - w_k) / 4⌋): rows at least 16 times weaker than most are raised, so that a column of a is
     measured by what it can do to the result. A zero row of b takes its column of a out of the rounding.
     """
-    w = largest_exponents(weight, -1)
+    return balance_from(largest_exponents(weight, -1))
+
+
+def balance_from(w: Integers) -> Integers:
+    """The same from the greatest exponents of its rows."""
     some = np.sort(w[w > ZERO])
     middle = some[some.size // 2] if some.size else 0
     return np.where(w > ZERO, np.maximum(0, (middle - w) // 4 * 4), DROPPED)
@@ -56,7 +60,11 @@ def balance_between(a: Floats, b: Floats) -> Integers:
     With x_k and y_k the greatest exponents of a token in a and in b, d_k = x_k - ⌊(x_k + y_k) / 2⌋. A token that is
     zero in one of them is taken out of the other's rounding.
     """
-    x, y = largest_exponents(a, -2), largest_exponents(b, -1)
+    return balance_from_tokens(largest_exponents(a, -2), largest_exponents(b, -1))
+
+
+def balance_from_tokens(x: Integers, y: Integers) -> Integers:
+    """The same from the greatest exponents of the tokens in a and in b."""
     level = x - (x + y) // 2
     return np.where(x == ZERO, np.where(y == ZERO, 0, -DROPPED), np.where(y == ZERO, DROPPED, level))
 

@@ -314,3 +314,17 @@ def product(a: Any, b: Any, c: Any, balance: Any = None, engine: str | None = No
     else:
         _by_tiles(chosen, left, right, c)
     return left.finite and right.finite
+
+
+def _exponents(x: Any, columns: bool) -> Any:
+    return _Lines(x, columns, None, 16).exponents.astype(np.int64)
+
+
+def balance_of(weight: Any) -> Any:
+    """`int16.balance_of` of a weight [K, N]."""
+    return int16.balance_from(_exponents(weight, False))
+
+
+def balance_between(a: Any, b: Any) -> Any:
+    """`int16.balance_between` of a [M, K] and b [K, N]."""
+    return int16.balance_from_tokens(_exponents(a, True), _exponents(b, False))

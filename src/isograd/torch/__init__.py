@@ -38,6 +38,7 @@ from isograd.torch.losses import (
     linear_cross_entropy,
 )
 from isograd.torch.modules import CrossEntropyLoss, KLDivLoss, LogSoftmax, Softmax
+from isograd.torch.products import linear, matmul
 
 if TYPE_CHECKING:
     from isograd.torch import distributed
@@ -66,7 +67,9 @@ __all__ = [
     "get_total_norm",
     "index_add",
     "index_select",
+    "linear",
     "linear_cross_entropy",
+    "matmul",
     "optim",
     "register_transformers",
     "scaled_dot_product_attention",
