@@ -11,6 +11,7 @@
     with igt.use() as switch:                 # torch's own functions run on isograd's kernels in the block
         loss = model(batch)
     print(switch.report())                    # what was replaced and what was not, and why
+    handle = igt.convert(model)               # modules that are known, in place; handle.restore() undoes it
     total = igt.distributed.GradientSum(model)  # p.grad without a trace of the number of ranks
 
 Softmaxes; attention; gather, scatter_add, index_add, embedding and their relatives; topk and mixture-of-experts
@@ -45,11 +46,14 @@ if TYPE_CHECKING:
     from isograd.torch import optim as optim
     from isograd.torch.audit_report import Audit
     from isograd.torch.auditing import audit
+    from isograd.torch.converting import Conversion, ConversionReport, convert
     from isograd.torch.switch import Report, Switch, use
     from isograd.torch.tracing import Trace, trace
 
 __all__ = [
     "Audit",
+    "Conversion",
+    "ConversionReport",
     "CrossEntropyLoss",
     "KLDivLoss",
     "LogSoftmax",
@@ -60,6 +64,7 @@ __all__ = [
     "attention",
     "audit",
     "clip_grad_norm_",
+    "convert",
     "cross_entropy",
     "distributed",
     "embedding",
@@ -84,10 +89,13 @@ __all__ += exported.__all__
 # Names whose modules load what few programs need, torch._dynamo for one: they are imported when they are asked for.
 _LATE = {
     "Audit": "audit_report",
+    "Conversion": "converting",
+    "ConversionReport": "converting",
     "Report": "switch",
     "Switch": "switch",
     "Trace": "tracing",
     "audit": "auditing",
+    "convert": "converting",
     "distributed": "distributed",
     "optim": "optim",
     "trace": "tracing",

@@ -106,7 +106,7 @@ def _is_called_by_name() -> bool:
 
 _lock = threading.RLock()  # a signal handler or a finalizer may call torch while it is held
 # Errors after which torch computes the call, or raises an error of its own for it.
-_NOT_SERVED = (UnsupportedError, InvalidProblemError, IndexOutOfRangeError, DeviceMismatchError, TypeError)
+NOT_SERVED = (UnsupportedError, InvalidProblemError, IndexOutOfRangeError, DeviceMismatchError, TypeError)
 
 
 class _Block(TorchFunctionMode):
@@ -264,7 +264,7 @@ class Switch(TorchFunctionMode):
             name, call = REPLACED[func]
             try:
                 result = call(*args, **kwargs)
-            except _NOT_SERVED as error:
+            except NOT_SERVED as error:
                 self._count(name, False, str(error))
                 return func(*args, **kwargs)
             self._count(name, True)

@@ -1,0 +1,211 @@
+"""The modules that `convert` knows, by the names of their classes, and what it makes of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.nn import Module
+
+from isograd.torch import routing
+from isograd.torch.exported import layer_norm, rms_norm
+from isograd.torch.indexing import embedding
+from isograd.torch.switch import use
+from isograd.torch.tensors import work_dtype
+
+Call = Callable[..., Any]
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # they compute nothing themselves
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+# --- torch.nn --------------------------------------------------------------------------------------------------------
+def _embedding(m: Any, input: Tensor) -> Tensor:  # noqa: A002
+    return embedding(input, m.weight, m.padding_idx, m.max_norm, m.norm_type, m.scale_grad_by_freq, m.sparse)
+
+
+def _widest(x: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
+    """In the dtype that holds all; None stays."""
+    dtype = x.dtype
+    for weight in weights:
+        dtype = dtype if weight is None else torch.promote_types(dtype, weight.dtype)
+    return tuple([t if t is None else t.to(dtype) for t in (x, *weights)])  # type: ignore[misc]
+
+
+def _layer_norm(m: Any, input: Tensor) -> Tensor:  # noqa: A002
+    x, weight, bias = _widest(input, m.weight, m.bias)
+    return layer_norm(x, m.normalized_shape, weight, bias, m.eps).to(input.dtype)
+
+
+def _torch_rms_norm(m: Any, x: Tensor) -> Tensor:
+    eps = torch.finfo(work_dtype(x.dtype)).eps if m.eps is None else m.eps
+    wide, weight = _widest(x, m.weight)
+    return rms_norm(wide, m.normalized_shape, weight, eps).to(x.dtype)
+
+
+def _switched(m: Any, *args: Any, **kwargs: Any) -> Any:
+    with use():
+        return type(m).forward(m, *args, **kwargs)
+
+
+# --- transformers ----------------------------------------------------------------------------------------------------
+def _rms_norm(m: Any, hidden_states: Tensor) -> Tensor:
+    """The result has the wider dtype of the two."""
+    x, weight = _widest(hidden_states, m.weight)
+    return rms_norm(x, weight.shape, weight, m.variance_epsilon)
+
+
+def _olmo_rms_norm(m: Any, hidden_states: Tensor) -> Tensor:
+    return _rms_norm(m, hidden_states).to(hidden_states.dtype)
+
+
+def _olmo_layer_norm(m: Any, hidden_states: Tensor) -> Tensor:
+    return layer_norm(hidden_states, m.normalized_shape, None, None, 1e-5)
+
+
+def _gemma_rms_norm(m: Any, x: Tensor) -> Tensor:
+    """1 + weight needs the work type, in which the norm is computed therefore."""
+    dtype = work_dtype(x.dtype)
+    return rms_norm(x.to(dtype), m.weight.shape, 1.0 + m.weight.to(dtype), m.eps).to(x.dtype)
+
+
+def _scaled_embedding(m: Any, input_ids: Tensor) -> Tensor:
+    scale: Tensor = m.embed_scale.to(m.weight.dtype)
+    return _embedding(m, input_ids) * scale
+
+
+def _routed(m: Any, hidden_states: Tensor, renormalize: bool) -> tuple[Tensor, Tensor, Tensor]:
+    logits = F.linear(hidden_states.reshape(-1, m.hidden_dim), m.weight)
+    weights, experts = routing.moe_router(logits, m.top_k, renormalize=renormalize)
+    return logits, weights, experts
+
+
+def _mixtral_router(m: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _routed(m, hidden_states, True)
+
+
+def _router(m: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits, weights, experts = _routed(m, hidden_states, m.norm_topk_prob)
+    return logits, weights.to(logits.dtype), experts
+
+
+def _experts(m: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Rows sorted by expert, torch's products for each, and an order-free sum over every token's experts."""
+    order, offsets = routing.expert_permutation(top_k_index, m.num_experts)
+    rows = routing.moe_permute(hidden_states, order, top_k_index.shape[-1])
+    parts = []
+    sizes = offsets.diff().tolist()
+    for part, up, down in zip(torch.split(rows, sizes), m.gate_up_proj.unbind(), m.down_proj.unbind(), strict=True):
+        gate, value = F.linear(part, up).chunk(2, dim=-1)
+        parts.append(F.linear(m.act_fn(gate) * value, down))
+    results = torch.cat(parts)
+    y = routing.moe_combine(results, top_k_weights.to(work_dtype(results.dtype)), order)
+    return y.to(hidden_states.dtype)
+
+
+# --- the tables ------------------------------------------------------------------------------------------------------
+_KNOWN: dict[str, tuple[Call, str]] = {
+    "torch.nn.modules.sparse.Embedding": (_embedding, "isograd.torch.embedding"),
+    "torch.nn.modules.normalization.LayerNorm": (_layer_norm, "isograd.torch.layer_norm"),
+    "torch.nn.modules.normalization.RMSNorm": (_torch_rms_norm, "isograd.torch.rms_norm"),
+}
+for _name in (
+    "activation.Softmax",
+    "activation.LogSoftmax",
+    "activation.MultiheadAttention",
+    "loss.CrossEntropyLoss",
+    "loss.KLDivLoss",
+    "transformer.TransformerEncoder",
+    "transformer.TransformerEncoderLayer",
+):
+    _KNOWN[f"torch.nn.modules.{_name}"] = _switched, "its functions, as in isograd.torch.use"
+
+_NATIVE = "native product: bits fixed on one kind of machine"
+_NO_OPERATION = "no operation of isograd's"
+_LEFT = {
+    "torch.nn.modules.linear.Linear": _NATIVE,
+    "torch.nn.modules.dropout.Dropout": f"{_NO_OPERATION}; torch's generator",
+    "torch.nn.modules.activation.GELU": _NO_OPERATION,
+    "torch.nn.modules.activation.SiLU": _NO_OPERATION,
+}
+
+_FAMILIES = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen2_moe": "Qwen2Moe",
+    "qwen3_moe": "Qwen3Moe",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "olmo": "Olmo",
+    "olmo2": "Olmo2",
+    "olmo3": "Olmo3",
+    "olmoe": "Olmoe",
+    "gemma": "Gemma",
+    "gemma2": "Gemma2",
+    "gemma3": "Gemma3",
+}
+for _folder, _family in _FAMILIES.items():
+    _place = f"transformers.models.{_folder}.modeling_{_folder}.{_family}"
+    _norm = _gemma_rms_norm if "gemma" in _folder else _olmo_rms_norm if _folder in ("olmo2", "olmo3") else _rms_norm
+    _KNOWN[f"{_place}RMSNorm"] = _norm, "isograd.torch.rms_norm"
+    _KNOWN[f"{_place}LayerNorm"] = _olmo_layer_norm, "isograd.torch.layer_norm"
+    _KNOWN[f"{_place}TopKRouter"] = (
+        _mixtral_router if _folder == "mixtral" else _router,
+        "isograd.torch.moe_router; its product is native",
+    )
+    _KNOWN[f"{_place}Experts"] = _experts, "isograd.torch.moe_permute and moe_combine; its products are native"
+    _KNOWN[f"{_place}TextScaledWordEmbedding"] = _scaled_embedding, "isograd.torch.embedding"
+    _LEFT[f"{_place}MLP"] = f"{_NO_OPERATION} for its activation; products are native"
+    _LEFT[f"{_place}RotaryEmbedding"] = f"{_NO_OPERATION}; sine and cosine of torch's"
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def find(module: Module) -> tuple[Call | None, str]:
+    """The replacement of a module's forward and its name, or None and the reason why it has none.
+
+    A subclass is known if it has the forward of a class that is, as those of fully_shard.
+    """
+    for kind in type(module).__mro__:
+        name = _name_of(kind)
+        if name not in _KNOWN and name not in _LEFT:
+            continue
+        if type(module).forward is not kind.forward:  # type: ignore[attr-defined]
+            return None, f"not known: has a forward of its own, not that of {kind.__qualname__}"
+        if name in _LEFT:
+            return None, _LEFT[name]
+        call, note = _KNOWN[name]
+        why = _refused(module, call)
+        return (None, why) if why else (call, note)
+    return None, "not known"
+
+
+def _refused(module: Any, call: Call) -> str:
+    """What settings of a module isograd has nothing for."""
+    if call in (_embedding, _scaled_embedding):
+        given = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, name)]
+        return f"no operation of isograd's with {', '.join(given)}" if given else ""
+    if call is _experts and getattr(module, "_is_expert_parallel", False):
+        return "its experts are spread over ranks"
+    return ""
+
+
+def takes_attention(module: Any) -> bool:
+    """Whether a module is a model of transformers, whose configuration names its attention."""
+    return any(_name_of(kind) == "transformers.modeling_utils.PreTrainedModel" for kind in type(module).__mro__)
+
+
+def attention_is_left(model: Any) -> str | None:
+    """Why a model of transformers keeps its attention, or None."""
+    if not model._supports_attention_backend:
+        return "does not take its attention from transformers' interface"
+    config = model.config
+    heads = getattr(config, "num_attention_heads", None)
+    size = getattr(config, "head_dim", None) or (config.hidden_size // heads if isinstance(heads, int) else 0)
+    if size > 256:
+        return f"its heads have {size} elements; accepted: up to 256"
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} - set(_FLOATS)
+    return f"has parameters of {min(map(str, dtypes))}" if dtypes else None
