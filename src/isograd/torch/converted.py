@@ -128,6 +128,8 @@ _LEFT = {
     "torch.nn.modules.activation.GELU": _NO_OPERATION,
     "torch.nn.modules.activation.SiLU": _NO_OPERATION,
 }
+for _name in ("GELUActivation", "GELUTanh", "SiLUActivation"):
+    _LEFT[f"transformers.activations.{_name}"] = _NO_OPERATION
 
 _FAMILIES = {
     "llama": "Llama",
