@@ -167,6 +167,9 @@ def convert(model: Module) -> Conversion:
     calls as a function, such as a loss inside a model, is `use()`'s business. A norm rounds its result once, where
     transformers' rounds a narrow one before the weight.
 
+    Experts wait for the GPU once a call, for the numbers of their rows, and torch multiplies for one after the other. A
+    bias of a linear layer stays torch's with the layer: its gradient is a sum in floats.
+
     Parameters, keys of the state_dict, hooks and classes stay. So a model may be converted before or after
     DistributedDataParallel, fully_shard and torch.compile (a compiled one is traced anew). Copies and pickles of a
     converted model are converted; a copy has no handle. A module that is shared is converted once, and a second
