@@ -158,6 +158,21 @@ def test_norms_of_two_dtypes_have_torchs_dtype_and_nearly_its_value(weight_dtype
         assert (ours - exact).abs().max() <= bound
 
 
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+def test_norms_under_autocast_have_torchs_dtype(kind, monkeypatch):
+    norm, x = kind(8), torch.ones(2, 8).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = norm(x).dtype
+        with igt.convert(norm) as handle:
+            assert norm(x).dtype is theirs
+    assert not handle.report().modules[0].passed
+    on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    y = torch.ones(2)
+    assert converted._stored(y, on_gpu).dtype is torch.bfloat16
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
+    assert converted._stored(y, on_gpu).dtype is torch.float32
+
+
 def test_gradients_of_a_norm_have_the_bits_of_any_order_of_rows_and_threads():
     norm = nn.LayerNorm(33)
     x = torch.randn(300, 33, generator=torch.Generator().manual_seed(2))

@@ -32,15 +32,20 @@ def _widest(x: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
     return tuple([t if t is None else t.to(dtype) for t in (x, *weights)])  # type: ignore[misc]
 
 
+def _stored(y: Tensor, x: Tensor) -> Tensor:
+    """The result of a norm of x in torch's dtype: x's, but float32 under CUDA autocast."""
+    return y if x.is_cuda and torch.is_autocast_enabled("cuda") else y.to(x.dtype)
+
+
 def _layer_norm(m: Any, input: Tensor) -> Tensor:  # noqa: A002
     x, weight, bias = _widest(input, m.weight, m.bias)
-    return layer_norm(x, m.normalized_shape, weight, bias, m.eps).to(input.dtype)
+    return _stored(layer_norm(x, m.normalized_shape, weight, bias, m.eps), input)
 
 
 def _torch_rms_norm(m: Any, x: Tensor) -> Tensor:
     eps = torch.finfo(work_dtype(x.dtype)).eps if m.eps is None else m.eps
     wide, weight = _widest(x, m.weight)
-    return rms_norm(wide, m.normalized_shape, weight, eps).to(x.dtype)
+    return _stored(rms_norm(wide, m.normalized_shape, weight, eps), x)
 
 
 def _switched(m: Any, *args: Any, **kwargs: Any) -> Any:
