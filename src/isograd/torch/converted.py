@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.nn import Module
 
-from isograd.torch import routing
+from isograd.ops.router import torch as routing
 from isograd.torch.exported import layer_norm, rms_norm
 from isograd.torch.indexing import embedding
 from isograd.torch.switch import use
