@@ -63,6 +63,8 @@ CALLS = {
     "kl_div": (ig.kl_div, X, np.abs(X)),
     "distillation_loss": (ig.distillation_loss, X, X[::-1]),
     "gumbel_softmax": (lambda x: ig.gumbel_softmax(x, seed=1), X),
+    "silu_mul": (ig.silu_mul, X, X[::-1]),
+    "gelu_mul": (ig.gelu_mul, X, X[::-1]),
     "sparsemax": (ig.sparsemax, X),
     "top_k": (lambda x: ig.top_k(x, 2), X),
     "moe_router": (lambda x, b: ig.moe_router(x, 2, bias=b), X, WEIGHT),

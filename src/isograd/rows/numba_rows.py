@@ -183,3 +183,12 @@ def exponential_sum(
         if keep and n > BLOCK:
             store_block(kept, j, 1, count, block)
     return hi, lo
+
+
+@device_function
+def piece(index, n):
+    """(row, start within it, length) of a piece; a row is cut into pieces of a block."""
+    pieces = (n + BLOCK - 1) // BLOCK
+    row = index // pieces
+    j = (index - row * pieces) * BLOCK
+    return row, j, min(n - j, BLOCK)

@@ -3,6 +3,10 @@
 from isograd.ops.distillation_loss.api import (
     distillation_loss,
 )
+from isograd.ops.gated.api import (
+    gelu_mul,
+    silu_mul,
+)
 from isograd.ops.gumbel_softmax.api import (
     gumbel_softmax,
 )
@@ -34,6 +38,7 @@ from isograd.ops.sparsemax.api import (
 
 __all__ = [
     "distillation_loss",
+    "gelu_mul",
     "gumbel_softmax",
     "kl_div",
     "layernorm",
@@ -45,6 +50,7 @@ __all__ = [
     "renormalize",
     "rmsnorm",
     "router_z_loss",
+    "silu_mul",
     "softmax",
     "sparsemax",
     "top_k",

@@ -3,6 +3,10 @@
 from isograd.ops.distillation_loss.torch import (
     distillation_loss,
 )
+from isograd.ops.gated.torch import (
+    gelu_mul,
+    silu_mul,
+)
 from isograd.ops.gumbel_softmax.torch import (
     gumbel_softmax,
 )
@@ -40,6 +44,7 @@ __all__ = [
     "distillation_loss",
     "expert_counts",
     "expert_permutation",
+    "gelu_mul",
     "gumbel_softmax",
     "kl_div",
     "layer_norm",
@@ -52,6 +57,7 @@ __all__ = [
     "renormalize",
     "rms_norm",
     "router_z_loss",
+    "silu_mul",
     "softmax",
     "softmax_backward",
     "sparsemax",

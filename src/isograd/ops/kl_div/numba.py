@@ -29,6 +29,7 @@ from isograd.numerics.numba_sum import (
 )
 from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
 from isograd.numerics.storage import address, kernel_type
+from isograd.rows.numba_rows import piece
 from isograd.rows.walk import element_strides, piece_walk, work_zero
 from isograd.runtime import parallel
 from isograd.runtime.fenv import default_environment
@@ -57,15 +58,6 @@ def _kl_block(x, x_offset, x_stride, t, t_offset, t_stride, count, log_target, a
             store(b, i, _known(p, x_i, p * (log(p) - x_i), zero))
 
 
-@device_function
-def _piece(index, n):
-    """(row, start within it, length) of a piece; a row is cut into pieces of a block."""
-    pieces = (n + BLOCK - 1) // BLOCK
-    row = index // pieces
-    j = (index - row * pieces) * BLOCK
-    return row, j, min(n - j, BLOCK)
-
-
 @kernel
 def kl_terms(
     like, zero, x_address, t_address, loss_address, shape, x_strides, t_strides, loss_strides, n,
@@ -75,7 +67,7 @@ def kl_terms(
     x, t, loss = pointer(x_address, like), pointer(t_address, like), pointer(loss_address, zero)
     a, b = stack_block(zero), stack_block(zero)
     for index in range(start, stop):
-        row, j, count = _piece(index, n)
+        row, j, count = piece(index, n)
         xo, to = row_offset(row, shape, x_strides), row_offset(row, shape, t_strides)
         _kl_block(x, xo + j * x_stride, x_stride, t, to + j * t_stride, t_stride, count, log_target, a, b, zero)
         store_block(loss, row_offset(row, shape, loss_strides) + j * loss_stride, loss_stride, count, b)
@@ -100,7 +92,7 @@ def kl_try(
         first, second, exponent = sum_scale(key)
         hi, lo, fit = np.int64(0), np.uint64(0), slot * size
         for index in range(slot * size, min((slot + 1) * size, pieces)):
-            row, j, count = _piece(index, n)
+            row, j, count = piece(index, n)
             xo, to = row_offset(row, shape, x_strides), row_offset(row, shape, t_strides)
             _kl_block(x, xo + j * x_stride, x_stride, t, to + j * t_stride, t_stride, count, log_target, a, b, zero)
             larger = block_magnitude(b, count, key)
@@ -131,7 +123,7 @@ def kl_sum(
         if not finite or sum_scale(keys[slot])[2] != exponent:
             hi, lo, end = np.int64(0), np.uint64(0), min((slot + 1) * size, pieces)
         for index in range(slot * size, end):
-            row, j, count = _piece(index, n)
+            row, j, count = piece(index, n)
             xo, to = row_offset(row, shape, x_strides), row_offset(row, shape, t_strides)
             _kl_block(x, xo + j * x_stride, x_stride, t, to + j * t_stride, t_stride, count, log_target, a, b, zero)
             if finite:
@@ -167,7 +159,7 @@ def kl_gradient(
     one = work_one(zero)
     a, b, c = stack_block(zero), stack_block(zero), stack_block(zero)
     for index in range(start, stop):
-        row, j, count = _piece(index, n)
+        row, j, count = piece(index, n)
         xo = row_offset(row, shape, x_strides) + j * x_stride
         load_block(t, row_offset(row, shape, t_strides) + j * t_stride, t_stride, count, b)
         if for_input:

@@ -6,7 +6,6 @@ A reduction takes two passes over the terms, which are computed anew: `kl_keys` 
 `kl_parts` adds up integer terms. `isograd.reduction` adds up the chunks.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,23 +13,18 @@ import triton
 import triton.language as tl
 
 from isograd.core.kernel import launcher
-from isograd.devices.triton_launcher import Launcher, Specification, architecture, kept, merged, processors
+from isograd.devices.triton_launcher import Launcher, Specification, architecture, kept, processors
 from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
 from isograd.numerics import triton_terms as terms
 from isograd.numerics.losses import divisor
 from isograd.numerics.triton_memory import element_offset, wide_int
 from isograd.reduction.triton_kernels import sum_finish
+from isograd.rows import triton_elements as elements
 
 Strides = tuple[int, ...]
-_ELEMENTS = 1024  # of a tile of elements
 _MOST_CHUNKS = 512
 _SHORT_SUM = 1 << 17  # terms whose integer parts add up in one word each
-
-
-@triton.jit
-def _load(base, index, shape, strides, mask):
-    return ops.widen(tl.load(base + element_offset(index, shape, strides), mask=mask, other=0.0), False)
 
 
 @triton.jit
@@ -41,7 +35,7 @@ def _known(p, x, value):
 
 @triton.jit
 def _terms(x_ptr, t_ptr, index, shape, x_strides, t_strides, mask, LOG: tl.constexpr):
-    x, t = _load(x_ptr, index, shape, x_strides, mask), _load(t_ptr, index, shape, t_strides, mask)
+    x, t = elements.load(x_ptr, index, shape, x_strides, mask), elements.load(t_ptr, index, shape, t_strides, mask)
     if LOG:
         p = ops.exp(t)
         term = p * (t - x)
@@ -122,9 +116,9 @@ def kl_gradient(
     """The gradient for the input or the target."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = index < n
-    g = _load(g_ptr, index, shape, g_strides, mask)
+    g = elements.load(g_ptr, index, shape, g_strides, mask)
     g = ops.divide(g, tl.zeros_like(g) + wide_int(divisor).to(g.dtype))
-    t = _load(t_ptr, index, shape, t_strides, mask)
+    t = elements.load(t_ptr, index, shape, t_strides, mask)
     if LOG:
         p = ops.exp(t)
     else:
@@ -132,7 +126,7 @@ def kl_gradient(
     if INPUT:
         slope = ops.negate(p)
     else:
-        x = _load(x_ptr, index, shape, x_strides, mask)
+        x = elements.load(x_ptr, index, shape, x_strides, mask)
         if LOG:
             slope = _known(p, x, p * ((t - x) + 1.0))
         else:
@@ -142,22 +136,6 @@ def kl_gradient(
 
 
 # --- launches --------------------------------------------------------------------------------------------------------
-def _merged(shape: Sequence[int], strides: Sequence[Strides]) -> tuple[Any, ...]:
-    """(shape, strides of every tensor) of merged dimensions, at least one."""
-    sizes, steps = merged(shape, strides)
-    if not sizes:
-        sizes, steps = [1], [tuple(0 for _ in strides)]
-    return (tuple(sizes), *(tuple(step[t] for step in steps) for t in range(len(strides))))
-
-
-@kept
-def _elements(
-    kernel: Any, n: int, before: tuple[int, ...], shape: Strides, strides: Any, flags: Any, _: Any
-) -> Launcher:
-    tail = (n, *before, *_merged(shape, strides), *flags, _ELEMENTS)
-    return Launcher(kernel, Specification(tail, -(-n // _ELEMENTS)))
-
-
 class _Sum(NamedTuple):
     """The kernels of a sum in chunks, and the sizes of their scratch memory."""
 
@@ -172,14 +150,14 @@ class _Sum(NamedTuple):
 def _sum(
     n: int, share: int, shape: Strides, strides: Any, log_target: bool, wide: bool, multiprocessors: int, _: Any
 ) -> _Sum:
-    chunks = min(4 * multiprocessors, -(-n // _ELEMENTS), _MOST_CHUNKS)
-    length = -(-n // (chunks * _ELEMENTS)) * _ELEMENTS
+    chunks = min(4 * multiprocessors, -(-n // elements.TILE), _MOST_CHUNKS)
+    length = -(-n // (chunks * elements.TILE)) * elements.TILE
     chunks = -(-n // length)
     words = (2 if wide else 1) * (2 if n > _SHORT_SUM else 1)
-    layout, most = _merged(shape, strides), _MOST_CHUNKS
+    layout, most = elements.layout(shape, strides), _MOST_CHUNKS
     free = ("n", "length", "chunks")
-    keys = Specification((n, length, *layout, log_target, _ELEMENTS), chunks, free=free[:2])
-    parts = Specification((n, length, chunks, *layout, log_target, _ELEMENTS, most, words), chunks, free=free)
+    keys = Specification((n, length, *layout, log_target, elements.TILE), chunks, free=free[:2])
+    parts = Specification((n, length, chunks, *layout, log_target, elements.TILE, most, words), chunks, free=free)
     tail = (share, 1, chunks, 1, 1, 1, (), (), 1, most, words, share != 1, False)
     finish = Specification(tail, 1, free=("n", "chunks"))
     return _Sum(
@@ -199,7 +177,7 @@ def kl_div(problem: Any, input: torch.Tensor, target: torch.Tensor, loss: torch.
     if problem.reduction == "none":
         if n:
             strides = (x.stride(), t.stride(), loss.stride())
-            _elements(kl_terms, n, (), shape, strides, (log_target,), like)(x, t, loss)
+            elements.prepared(kl_terms, n, (), shape, strides, (log_target,), like)(x, t, loss)
         return
     share = divisor(problem.reduction, shape)
     if n == 0:
@@ -228,4 +206,4 @@ def kl_div_backward(
     shape, share = problem.shape, 1 if problem.reduction == "none" else divisor(problem.reduction, problem.shape)
     strides = (dloss.expand(shape).stride(), input.stride(), target.stride(), dx.stride())
     flags, like = (problem.log_target, problem.wrt == "input"), (input.dtype, architecture(input))
-    _elements(kl_gradient, dx.numel(), (share,), shape, strides, flags, like)(dloss, input, target, dx)
+    elements.prepared(kl_gradient, dx.numel(), (share,), shape, strides, flags, like)(dloss, input, target, dx)

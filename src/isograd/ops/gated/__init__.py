@@ -1,0 +1,1 @@
+"""silu and gelu of a gate, times another array: what gated feed-forward layers are made of."""

@@ -1,0 +1,123 @@
+# mypy: ignore-errors
+"""silu_mul, gelu_mul and their gradients on the CPU, a piece of a block after the other."""
+
+from typing import Any
+
+from isograd.core.kernel import launcher
+from isograd.elementwise.numba_activations import gelu_slope, gelu_tanh_slope, gelu_tanh_value, gelu_value
+from isograd.elementwise.numba_kernels import silu_slope, silu_value
+from isograd.numerics.numba_memory import BLOCK, load, load_block, pointer, row_offset, stack_block, store, store_block
+from isograd.numerics.storage import address, kernel_type
+from isograd.rows.numba_rows import piece
+from isograd.rows.walk import element_strides, piece_walk, work_zero
+from isograd.runtime import parallel
+from isograd.runtime.numba_compile import device_function, kernel
+
+_FORMS = {"silu": 0, "none": 1, "tanh": 2}
+
+
+@device_function
+def _values(x, y, count, form):
+    """The activations of block x, in block y."""
+    if form == 0:
+        for i in range(count):
+            store(y, i, silu_value(load(x, i)))
+    elif form == 1:
+        for i in range(count):
+            store(y, i, gelu_value(load(x, i)))
+    else:
+        for i in range(count):
+            store(y, i, gelu_tanh_value(load(x, i)))
+
+
+@device_function
+def _slopes(x, y, count, form):
+    """Their derivatives."""
+    if form == 0:
+        for i in range(count):
+            store(y, i, silu_slope(load(x, i)))
+    elif form == 1:
+        for i in range(count):
+            store(y, i, gelu_slope(load(x, i)))
+    else:
+        for i in range(count):
+            store(y, i, gelu_tanh_slope(load(x, i)))
+
+
+@kernel
+def gated(
+    like, zero, gate_address, up_address, y_address, shape, gate_strides, up_strides, y_strides, n,
+    gate_stride, up_stride, y_stride, form, start, stop,
+):  # fmt: skip
+    """Pieces of the result; y may be any of its inputs."""
+    gate, up, y = pointer(gate_address, like), pointer(up_address, like), pointer(y_address, like)
+    a, b, c = stack_block(zero), stack_block(zero), stack_block(zero)
+    for index in range(start, stop):
+        row, j, count = piece(index, n)
+        load_block(gate, row_offset(row, shape, gate_strides) + j * gate_stride, gate_stride, count, a)
+        load_block(up, row_offset(row, shape, up_strides) + j * up_stride, up_stride, count, b)
+        _values(a, c, count, form)
+        for i in range(count):
+            store(c, i, load(c, i) * load(b, i))
+        store_block(y, row_offset(row, shape, y_strides) + j * y_stride, y_stride, count, c)
+
+
+@kernel
+def gated_backward(
+    like, zero, dy_address, gate_address, up_address, dgate_address, dup_address, shape, dy_strides, gate_strides,
+    up_strides, dgate_strides, dup_strides, n, dy_stride, gate_stride, up_stride, dgate_stride, dup_stride, form,
+    start, stop,
+):  # fmt: skip
+    """Pieces of both gradients, each of which may be any of the inputs."""
+    dy, gate, up = pointer(dy_address, like), pointer(gate_address, like), pointer(up_address, like)
+    dgate, dup = pointer(dgate_address, like), pointer(dup_address, like)
+    g, a, b, c = stack_block(zero), stack_block(zero), stack_block(zero), stack_block(zero)
+    for index in range(start, stop):
+        row, j, count = piece(index, n)
+        load_block(dy, row_offset(row, shape, dy_strides) + j * dy_stride, dy_stride, count, g)
+        load_block(gate, row_offset(row, shape, gate_strides) + j * gate_stride, gate_stride, count, a)
+        load_block(up, row_offset(row, shape, up_strides) + j * up_stride, up_stride, count, b)
+        _slopes(a, c, count, form)
+        for i in range(count):
+            store(b, i, (load(g, i) * load(b, i)) * load(c, i))
+        _values(a, c, count, form)
+        for i in range(count):
+            store(c, i, load(g, i) * load(c, i))
+        store_block(dgate, row_offset(row, shape, dgate_strides) + j * dgate_stride, dgate_stride, count, b)
+        store_block(dup, row_offset(row, shape, dup_strides) + j * dup_stride, dup_stride, count, c)
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
+def _launch(kernel: Any, form: str, *arrays: Any) -> None:
+    out = arrays[-1]
+    if out.size == 0:
+        return
+    count, outer, n, steps = piece_walk(out.shape, tuple(map(element_strides, arrays)), BLOCK)
+    parallel.for_ranges(
+        kernel, count, parallel.grain(count, min(n, BLOCK)), kernel_type(out.dtype), work_zero(out.dtype),
+        *map(address, arrays), *outer, n, *steps, _FORMS[form],
+    )  # fmt: skip
+
+
+@launcher("silu_mul")
+def silu_mul(problem: Any, gate: Any, up: Any, y: Any) -> None:
+    """Compute y."""
+    _launch(gated, "silu", gate, up, y)
+
+
+@launcher("silu_mul_backward")
+def silu_mul_backward(problem: Any, dy: Any, gate: Any, up: Any, dgate: Any, dup: Any) -> None:
+    """Compute dgate and dup."""
+    _launch(gated_backward, "silu", dy, gate, up, dgate, dup)
+
+
+@launcher("gelu_mul")
+def gelu_mul(problem: Any, gate: Any, up: Any, y: Any) -> None:
+    """Compute y."""
+    _launch(gated, problem.approximate, gate, up, y)
+
+
+@launcher("gelu_mul_backward")
+def gelu_mul_backward(problem: Any, dy: Any, gate: Any, up: Any, dgate: Any, dup: Any) -> None:
+    """Compute dgate and dup."""
+    _launch(gated_backward, problem.approximate, dy, gate, up, dgate, dup)
