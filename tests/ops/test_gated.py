@@ -97,3 +97,21 @@ def test_derivatives_are_torchs_own(form):
         second = torch.autograd.grad(first[0].sin().sum() + first[1].square().sum(), (gate, up))
         results.append((y, *first, *second))
     torch.testing.assert_close(*results, rtol=1e-11, atol=1e-12)
+
+
+def test_packed_forms_are_those_of_their_halves():
+    torch = pytest.importorskip("torch", reason="needs torch")
+    import isograd.torch as igt
+
+    x = torch.randn(4, 3, 14, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    gate, up = (half.detach().contiguous().requires_grad_() for half in x.chunk(2, -1))
+    for packed, halves in (
+        (igt.swiglu(x), igt.silu_mul(gate, up)),
+        (igt.geglu(x, "tanh"), igt.gelu_mul(gate, up, "tanh")),
+    ):
+        assert torch.equal(packed, halves)
+        (dx,) = torch.autograd.grad(packed.square().sum(), x)
+        assert torch.equal(dx, torch.cat(torch.autograd.grad(halves.square().sum(), (gate, up)), -1))
+    for wrong in (x[..., :13], x[0, 0, 0]):
+        with pytest.raises(ig.InvalidProblemError, match="even size"):
+            igt.swiglu(wrong)

@@ -117,6 +117,8 @@ FUNCTIONS = [
     ("distillation_loss", [(X, X)], [((X, X[:1]), ""), ((X, X, -1.0), "temperature is")]),
     ("silu_mul", [(X, X)], [((X, X[:1]), "gate has shape"), ((X, X.double()), ""), ((INTEGERS, X), "gate has dtype")]),
     ("gelu_mul", [(X, X, "tanh")], [((X, X, "erf"), "approximate is 'erf'"), ((X, X[:1]), "gate has shape")]),
+    ("swiglu", [(X,)], [((X[:, :3],), "input has shape"), ((None,), "input")]),
+    ("geglu", [(X, "tanh")], [((X[:, :3],), "input has shape"), ((None,), "input")]),
     ("sparsemax", [(X,)], [((X, 7), "dim is 7"), ((HIGH,), ""), ((INTEGERS,), "input has dtype")]),
     ("moe_router", [(X, 2)], [((X, 9), "k is 9"), ((INTEGERS, 1), "logits has dtype"), ((HIGH, 1), "")]),
     ("expert_counts", [(INDEX, 4)], [((INDEX, 2), "experts"), ((X, 2), "experts"), ((ROW, -1), "num_experts is -1")]),

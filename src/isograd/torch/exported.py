@@ -4,8 +4,10 @@ from isograd.ops.distillation_loss.torch import (
     distillation_loss,
 )
 from isograd.ops.gated.torch import (
+    geglu,
     gelu_mul,
     silu_mul,
+    swiglu,
 )
 from isograd.ops.gumbel_softmax.torch import (
     gumbel_softmax,
@@ -44,6 +46,7 @@ __all__ = [
     "distillation_loss",
     "expert_counts",
     "expert_permutation",
+    "geglu",
     "gelu_mul",
     "gumbel_softmax",
     "kl_div",
@@ -61,5 +64,6 @@ __all__ = [
     "softmax",
     "softmax_backward",
     "sparsemax",
+    "swiglu",
     "topk",
 ]

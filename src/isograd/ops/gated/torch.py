@@ -9,9 +9,10 @@ from torch import Tensor
 
 from isograd.core.operation import Operation
 from isograd.elementwise.api import Approximate
+from isograd.errors import InvalidProblemError
 from isograd.ops.gated.operation import GELU_MUL, GELU_MUL_BACKWARD, SILU_MUL, SILU_MUL_BACKWARD
 from isograd.torch import bind
-from isograd.torch.tensors import wide
+from isograd.torch.tensors import require_tensor, wide
 
 Named = Mapping[str, Any]
 
@@ -105,3 +106,30 @@ def gelu_mul(gate: Tensor, up: Tensor, approximate: Approximate = "none") -> Ten
     """
     result: Tensor = _gelu_mul((gate, up), (approximate,))
     return result
+
+
+def _halves(name: str, input: Tensor) -> tuple[Tensor, Tensor]:  # noqa: A002
+    require_tensor(name, input, "input")
+    if input.dim() == 0 or input.shape[-1] % 2:
+        raise InvalidProblemError(
+            f"{name}: input has shape {tuple(input.shape)}; accepted: a last dimension of even size"
+        )
+    gate, up = input.tensor_split(2, -1)
+    return gate, up
+
+
+def swiglu(input: Tensor) -> Tensor:  # noqa: A002
+    """`silu_mul(*input.chunk(2, -1))`: the first half of the last dimension is the gate, read in place.
+
+    Raises InvalidProblemError for a last dimension of odd size, UnsupportedError for another dtype.
+    """
+    return silu_mul(*_halves("swiglu", input))
+
+
+def geglu(input: Tensor, approximate: Approximate = "none") -> Tensor:  # noqa: A002
+    """`gelu_mul(*input.chunk(2, -1), approximate)`: the first half of the last dimension is the gate, read in place.
+
+    Raises InvalidProblemError for a last dimension of odd size and another `approximate`, UnsupportedError for another
+    dtype.
+    """
+    return gelu_mul(*_halves("geglu", input), approximate)
