@@ -278,6 +278,40 @@ def test_what_is_not_known_is_left_with_a_reason():
     assert "forward" not in model.again.__dict__
 
 
+@pytest.mark.parametrize("activation", ["silu", "swish", "gelu", "gelu_pytorch_tanh", "relu"])
+def test_gated_activations_are_one_operation(activation):
+    pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    gated = {
+        "silu": igt.silu_mul,
+        "swish": igt.silu_mul,
+        "gelu": igt.gelu_mul,
+        "gelu_pytorch_tanh": lambda gate, up: igt.gelu_mul(gate, up, "tanh"),
+    }.get(activation)
+    torch.manual_seed(0)
+    mlp = LlamaMLP(LlamaConfig(**SIZES, hidden_act=activation)).bfloat16()
+    x = torch.randn(5, 32, dtype=torch.bfloat16)
+    gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+    own = mlp(x)
+    handle = igt.convert(mlp)
+    if gated is None:
+        assert "no operation of isograd's for its activation, ReLU" in str(handle.report())
+        assert mlp(x).equal(own)
+        return
+    expected = mlp.down_proj(gated(gate, up))
+    assert mlp(x).equal(expected)
+    assert not own.equal(expected)  # rounded twice
+    seen = []
+    hook = mlp.act_fn.register_forward_hook(lambda module, given, result: seen.append(result))
+    assert mlp(x).equal(own)
+    assert len(seen) == 1
+    hook.remove()
+    handle.restore()
+    assert mlp(x).equal(own)
+
+
 def test_calls_that_cannot_be_served_go_to_torch_and_are_counted():
     norm = nn.LayerNorm(4)
     handle = igt.convert(norm)

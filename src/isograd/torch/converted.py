@@ -1,7 +1,7 @@
 """The modules that `convert` knows, by the names of their classes, and what it makes of them."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from isograd.ops.router import torch as routing
-from isograd.torch.exported import layer_norm, rms_norm
+from isograd.torch.exported import gelu_mul, layer_norm, rms_norm, silu_mul
 from isograd.torch.indexing import embedding
 from isograd.torch.switch import use
 from isograd.torch.tensors import work_dtype
@@ -94,6 +94,39 @@ def _router(m: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return logits, weights.to(logits.dtype), experts
 
 
+def _silu(m: Any, gate: Tensor, up: Tensor) -> Tensor:
+    return silu_mul(gate, up)
+
+
+def _gelu(m: Any, gate: Tensor, up: Tensor) -> Tensor:
+    return gelu_mul(gate, up, getattr(m, "approximate", "none"))
+
+
+def _gelu_tanh(m: Any, gate: Tensor, up: Tensor) -> Tensor:
+    return gelu_mul(gate, up, "tanh")
+
+
+_GATES: dict[str, Call] = {
+    "torch.nn.modules.activation.SiLU": _silu,
+    "torch.nn.modules.activation.GELU": _gelu,
+    "transformers.activations.SiLUActivation": _silu,
+    "transformers.activations.GELUActivation": _gelu,
+    "transformers.activations.GELUTanh": _gelu_tanh,
+}
+
+
+def _gated(m: Module, gate: Tensor, up: Tensor) -> Tensor:
+    """`m(gate) * up` for the activations that `_refused` lets pass; hooks of the activation see a call of its own."""
+    if m._forward_pre_hooks or m._forward_hooks or m._backward_pre_hooks or m._backward_hooks:
+        return cast(Tensor, m(gate)) * up
+    result: Tensor = _GATES[_name_of(type(m))](m, gate, up)
+    return result
+
+
+def _mlp(m: Any, x: Tensor) -> Any:
+    return m.down_proj(_gated(m.act_fn, m.gate_proj(x), m.up_proj(x)))
+
+
 def _experts(m: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Rows sorted by expert, torch's products for each, and an order-free sum over every token's experts."""
     order, offsets = routing.expert_permutation(top_k_index, m.num_experts)
@@ -102,7 +135,7 @@ def _experts(m: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
     sizes = offsets.diff().tolist()
     for part, up, down in zip(torch.split(rows, sizes), m.gate_up_proj.unbind(), m.down_proj.unbind(), strict=True):
         gate, value = F.linear(part, up).chunk(2, dim=-1)
-        parts.append(F.linear(m.act_fn(gate) * value, down))
+        parts.append(F.linear(_gated(m.act_fn, gate, value), down))
     results = torch.cat(parts)
     y = routing.moe_combine(results, top_k_weights.to(work_dtype(results.dtype)), order)
     return y.to(hidden_states.dtype)
@@ -161,9 +194,12 @@ for _folder, _family in _FAMILIES.items():
         _mixtral_router if _folder == "mixtral" else _router,
         "isograd.torch.moe_router; its product is native",
     )
-    _KNOWN[f"{_place}Experts"] = _experts, "isograd.torch.moe_permute and moe_combine; its products are native"
+    _KNOWN[f"{_place}MLP"] = _mlp, "isograd.torch.silu_mul or gelu_mul"
+    _KNOWN[f"{_place}Experts"] = (
+        _experts,
+        "isograd.torch.moe_permute, silu_mul or gelu_mul, and moe_combine; its products are native",
+    )
     _KNOWN[f"{_place}TextScaledWordEmbedding"] = _scaled_embedding, "isograd.torch.embedding"
-    _LEFT[f"{_place}MLP"] = f"{_NO_OPERATION} for its activation; products are native"
     _LEFT[f"{_place}RotaryEmbedding"] = f"{_NO_OPERATION}; sine and cosine of torch's"
 
 
@@ -195,6 +231,8 @@ def _refused(module: Any, call: Call) -> str:
     if call in (_embedding, _scaled_embedding):
         given = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, name)]
         return f"no operation of isograd's with {', '.join(given)}" if given else ""
+    if call in (_mlp, _experts) and _name_of(type(module.act_fn)) not in _GATES:
+        return f"{_NO_OPERATION} for its activation, {type(module.act_fn).__name__}"
     if call is _experts and getattr(module, "_is_expert_parallel", False):
         return "its experts are spread over ranks"
     return ""
