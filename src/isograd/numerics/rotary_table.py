@@ -30,9 +30,10 @@ def _steps(dim: int, base: float) -> NDArray[np.uint64]:
 
 
 def rotary_table(length: int, dim: int, *, base: float = 10000.0) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """cos and sin of p base^(-2i / dim), float32 of shape [length, dim / 2], for p < length, i < dim / 2.
+    """Tabulate cos and sin of p base^(-2i / dim), float32 of shape [length, dim / 2] each.
 
-    An angle is a whole number of 2^-64 turns, so that its reduction is a product of integers modulo 2^64.
+    p < length and i < dim / 2. An angle is a whole number of 2^-64 turns: a product of integers modulo 2^64
+    reduces it exactly.
     The error is at most half a unit in the last place of float32, and 2^-50 + p 2^-62.
 
     Raises InvalidProblemError unless 0 <= length <= 2^31, dim is even and positive, and base is finite and at least 1.
