@@ -119,6 +119,7 @@ CALLS = [
         "dloss": (X, None), "experts": (INDEX + 2, X), "shape": ((3, -1), 4), "dtype": ("int8", 3)}),
     ("router_z_loss", (X,), {}, {"logits": (INTEGERS, HIGH, None)}),
     ("router_z_loss_backward", (ONE, X), {}, {"dloss": (X, None), "logits": (INTEGERS, None)}),
+    ("rotary_table", (4, 8), {}, {"length": (-1, 1.5), "dim": (0, 7, "8"), "base": (0.5, float("inf"), None)}),
     *[
         (name, [a for a in arrays_of(op) if a is not None], required_of(op), wrong_of(op))
         for name, op in OPERATIONS.items()
@@ -141,6 +142,7 @@ ALSO = {
 NUMPY_ALONE = {
     "exp", "log", "relu", "sigmoid", "silu", "sqrt", "tanh", "gelu", "equal", "greater", "greater_equal", "less",
     "less_equal", "not_equal", "maximum", "minimum", "matmul", "power", "where", "max", "mean", "min", "sum",
+    "rotary_table",
 }  # fmt: skip
 
 

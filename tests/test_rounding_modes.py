@@ -132,6 +132,7 @@ def calls(dtype):
     o, lse = ig.attention(q, k, v, return_lse=True)
     bent, bent_lse = ig.attention(q, k, v, bias=bias, sinks=sinks, return_lse=True, **gradients)
 
+    yield "rotary_table", ig.rotary_table, (9, 6), {"base": 1234.5}
     for kind in ("softmax", "log_softmax"):
         yield kind, getattr(ig, kind), (x,), {}
         yield f"{kind}_backward", getattr(ig, f"{kind}_backward"), (upstream, getattr(ig, kind)(x)), {}

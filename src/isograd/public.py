@@ -107,6 +107,7 @@ with default_environment():
         LinearCrossEntropyGradientPlan,
         LinearCrossEntropyPlan,
     )
+    from isograd.rotary import rotary_table
     from isograd.runtime.parallel import get_num_threads, set_num_threads
     from isograd.tape import (
         Tape,
@@ -194,6 +195,7 @@ __all__ = [
     "prefer",
     "register_kernel",
     "relu",
+    "rotary_table",
     "scatter_sum",
     "segment_sum",
     "set_num_threads",

@@ -6,7 +6,9 @@ from math import factorial, isfinite, tau
 import numpy as np
 from numpy.typing import NDArray
 
+from isograd.core.checks import integer_within, real_number
 from isograd.errors import InvalidProblemError
+from isograd.runtime.fenv import default_environment
 
 _TAU = Decimal("6.28318530717958647692528676655900576839433879875021164194989")
 _SINE = [(-1) ** k / factorial(2 * k + 1) for k in range(9)]
@@ -14,7 +16,7 @@ _COSINE = [(-1) ** k / factorial(2 * k) for k in range(10)]
 
 
 def _polynomial(x: NDArray[np.float64], coefficients: list[float]) -> NDArray[np.float64]:
-    """Horner's scheme: a product and a sum are rounded on their own, as NumPy's ufuncs do."""
+    """By Horner's scheme; NumPy's ufuncs round a product and a sum on their own."""
     total = np.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         total = total * x + coefficient
@@ -30,21 +32,30 @@ def _steps(dim: int, base: float) -> NDArray[np.uint64]:
 
 
 def rotary_table(length: int, dim: int, *, base: float = 10000.0) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Tabulate cos and sin of p base^(-2i / dim), float32 of shape [length, dim / 2] each.
+    """The cosines and sines of rotary embeddings: of the angle p base^(-2i / dim), for position p and pair i.
 
-    p < length and i < dim / 2. An angle is a whole number of 2^-64 turns: a product of integers modulo 2^64
-    reduces it exactly.
-    The error is at most half a unit in the last place of float32, and 2^-50 + p 2^-62.
+    length: positions, p < length. dim: elements of a head that are rotated, even; i < dim / 2. Both results are float32
+    of shape [length, dim / 2], with the same bits on every machine; `torch.from_numpy` and a copy take them to a GPU.
+
+    The error is at most half a unit in the last place, and 2^-50 + p 2^-62: angles are whole numbers of 2^-64 turns,
+    and products of integers modulo 2^64 reduce them exactly (rule 21 of `docs/arithmetic.md`). The angle is that of
+    RoFormer (Su et al., 2021, arXiv 2104.09864).
 
     Raises InvalidProblemError unless 0 <= length <= 2^31, dim is even and positive, and base is finite and at least 1.
     """
-    if not 0 <= length <= 2**31:
-        raise InvalidProblemError(f"length must be between 0 and 2^31, got {length}")
-    if dim <= 0 or dim % 2:
-        raise InvalidProblemError(f"dim must be even and positive, got {dim}")
-    if not (isfinite(base) and base >= 1):
-        raise InvalidProblemError(f"base must be finite and at least 1, got {base}")
-    turns = np.arange(length, dtype=np.uint64)[:, None] * _steps(dim, base)
+    name = "rotary_table"
+    length, dim = integer_within(name, "length", length, 0, 2**31), integer_within(name, "dim", dim, 2)
+    if dim % 2:
+        raise InvalidProblemError(f"{name}: dim is {dim}; accepted: even numbers from 2")
+    base = real_number(name, "base", base)
+    with default_environment():
+        if not (isfinite(base) and base >= 1):
+            raise InvalidProblemError(f"{name}: base is {base}; accepted: finite numbers from 1")
+        return _table(np.arange(length, dtype=np.uint64)[:, None] * _steps(dim, base))
+
+
+def _table(turns: NDArray[np.uint64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Cos and sin of angles in units of 2^-64 turn."""
     quadrant = (turns + np.uint64(2**61)) >> np.uint64(62)
     rest = (turns - (quadrant << np.uint64(62))).view(np.int64)
     angle = rest.astype(np.float64) * (tau * 2.0**-64)
