@@ -261,6 +261,16 @@ def test_the_order_of_long_contractions_leaves_no_trace():
     assert bits(product(a[:, order], b[order])) == bits(product(a, b))
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_more_terms_than_binary64_adds_exactly(sign):
+    terms = (1 << 22) + 3
+    a = np.full((1, terms), 32639 * 2.0**-15, np.float32)
+    a[0, -1] = 2.0**-15  # so that the sum is odd
+    b = np.full((terms, 1), sign * 32639 * 2.0**-15, np.float32)
+    t = (sign * 32639 * ((terms - 1) * 32639 + 1) + 128) // 256
+    assert product(a, b)[0, 0] == np.float32(t) * np.float32(2.0**-22)
+
+
 # --- engines ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("shape", [(1, 1, 1), (13, 511, 17), (230, 1021, 150), (3, 40, 400), (12, 510, 16)])
 def test_tiles_and_chunks_at_their_ends(shape):
