@@ -305,6 +305,7 @@ def test_arguments_that_no_operator_could_serve():
         (lambda: igt.topk(logits, 1, 2), ig.InvalidProblemError, "dim is 2"),
         (lambda: igt.topk(logits.long(), 1), ig.UnsupportedError, "input has dtype torch.int64"),
         (lambda: igt.moe_router(logits, 9), ig.InvalidProblemError, "k is 9"),
+        (lambda: igt.moe_router(logits[0, 0], 1), ig.InvalidProblemError, "logits has shape \\(\\)"),
         (lambda: igt.moe_router(logits, 2, scoring="tanh"), ig.InvalidProblemError, "scoring is 'tanh'"),
         (lambda: igt.moe_router(logits, 2, scale="2"), ig.InvalidProblemError, "scale is '2'"),
         (lambda: igt.moe_router(logits, 2, scale=1e39), ig.InvalidProblemError, "finite in float32"),

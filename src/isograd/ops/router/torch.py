@@ -32,7 +32,6 @@ def _or_zeros(tangent: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if tangent is None else tangent
 
 
-# --- top_k -----------------------------------------------------------------------------------------------------------
 def _save_top_k(node: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> tuple[Tensor]:
     input, _, node.dim = inputs  # noqa: A001
     node.size = input.shape
@@ -435,10 +434,13 @@ def moe_router(
     Raises InvalidProblemError for arguments that do not fit together, DeviceMismatchError for two devices,
     UnsupportedError for another dtype or a device without a kernel.
     """
+    name = "moe_router"
+    if isinstance(logits, Tensor) and not logits.dim():
+        raise InvalidProblemError(f"{name}: logits has shape (); accepted: rank 1 to 8")
     if isinstance(bias, Tensor):
         if bias.dim() != 1:
             raise InvalidProblemError(
-                f"moe_router: bias has shape {tuple(bias.shape)}; expected one number for each expert"
+                f"{name}: bias has shape {tuple(bias.shape)}; expected one number for each expert"
             )
         bias = bias.detach()
     return Routing(*_router.function((logits, bias), (k, scoring, renormalize, groups, group_k, scale)))
