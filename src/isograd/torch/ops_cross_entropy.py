@@ -27,6 +27,7 @@ from isograd.torch.tensors import (
     INDEX_DTYPES,
     empty,
     normalized_dim,
+    or_zeros,
     require_count,
     require_device,
     require_same_dtype,
@@ -295,7 +296,7 @@ def _push_backward(
     *rest: Tensor | None,
 ) -> Tensor:
     dloss, logits, targets, weight, state, divisor = saved
-    t_dloss = torch.zeros_like(dloss) if t_dloss is None else t_dloss
+    t_dloss = or_zeros(t_dloss, dloss)
     total = CROSS_ENTROPY_BACKWARD(t_dloss, logits, targets, weight, state, node.dim, *node.options, divisor)
     if t_logits is None and t_targets is None:
         return total  # type: ignore[no-any-return]

@@ -28,6 +28,7 @@ from isograd.runtime.fenv import default_environment
 from isograd.torch import define
 from isograd.torch.tensors import (
     empty,
+    or_zeros,
     require_device,
     require_same_dtype,
     require_storage,
@@ -198,9 +199,7 @@ ADD_TO_ROWS: define.Operator = define.operator(
     gradient=define.Gradient(
         lambda node, inputs, out: (out,),
         lambda node, saved, g: (g, SUM_OF_ROWS(g) if node.needs_input_grad[1] else None),
-        lambda node, saved, t, t_bias: (
-            (torch.zeros_like(saved[0]) if t is None else t) + (0 if t_bias is None else t_bias)
-        ),
+        lambda node, saved, t, t_bias: or_zeros(t, saved[0]) + (0 if t_bias is None else t_bias),
     ),
     batch=_batch_rows,
 )

@@ -233,3 +233,8 @@ def work_dtype(dtype: torch.dtype) -> torch.dtype:
 def wide(*tensors: Tensor) -> list[Tensor]:
     """The tensors in the type that kernels compute in."""
     return [t if t.dtype is torch.float64 else t.float() for t in tensors]
+
+
+def or_zeros(tangent: Tensor | None, like: Tensor) -> Tensor:
+    """A tangent, zeros where there is none."""
+    return torch.zeros_like(like) if tangent is None else tangent

@@ -10,7 +10,7 @@ from isograd.ops.distillation_loss.operation import DISTILLATION_LOSS, DISTILLAT
 from isograd.ops.softmax.torch import BACKWARD, FORWARD
 from isograd.torch import bind
 from isograd.torch.members import share, summed
-from isograd.torch.tensors import wide
+from isograd.torch.tensors import or_zeros, wide
 from isograd.typing import BatchReduction
 
 Named = Mapping[str, Any]
@@ -69,7 +69,7 @@ def _second(saved: Named, settings: Any, needs: Named, grads: Named) -> dict[str
 
 def _second_tangent(saved: Named, settings: Any, tangents: Named) -> Tensor:
     (temperature, reduction), (dloss, student, *rest) = settings, saved.values()
-    t_dloss = torch.zeros_like(dloss) if tangents["dloss"] is None else tangents["dloss"]
+    t_dloss = or_zeros(tangents["dloss"], dloss)
     t: Tensor = _backward.call(t_dloss, student, *rest, *settings)
     if tangents["student"] is None:
         return t

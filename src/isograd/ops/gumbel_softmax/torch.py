@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from isograd.ops.gumbel_softmax.operation import GUMBEL_SOFTMAX, GUMBEL_SOFTMAX_BACKWARD
 from isograd.torch import bind, define
-from isograd.torch.tensors import normalized_dim, wide
+from isograd.torch.tensors import normalized_dim, or_zeros, wide
 
 Named = Mapping[str, Any]
 
@@ -26,7 +25,7 @@ def _second(saved: Named, settings: Any, needs: Named, grads: Named) -> dict[str
 
 def _second_tangent(saved: Named, settings: Any, tangents: Named) -> Tensor:
     (dim, tau), dy, y = settings, saved["dy"], saved["y"]
-    t: Tensor = _backward.call(torch.zeros_like(dy) if tangents["dy"] is None else tangents["dy"], y, dim, tau)
+    t: Tensor = _backward.call(or_zeros(tangents["dy"], dy), y, dim, tau)
     if tangents["y"] is None:
         return t
     g, p, h = wide(dy, y, tangents["y"])

@@ -9,7 +9,7 @@ from torch import Tensor
 from isograd.ops.kl_div.operation import KL_DIV, KL_DIV_BACKWARD
 from isograd.torch import bind
 from isograd.torch.members import share, summed
-from isograd.torch.tensors import refuse, wide
+from isograd.torch.tensors import or_zeros, refuse, wide
 from isograd.typing import BatchReduction
 
 Named = Mapping[str, Any]
@@ -64,7 +64,7 @@ def _second(saved: Named, settings: Any, needs: Named, grads: Named) -> dict[str
 
 def _second_tangent(saved: Named, settings: Any, tangents: Named) -> Tensor:
     (reduction, log_target, wrt), x, dloss = settings, saved["input"], saved["dloss"]
-    t_dloss = torch.zeros_like(dloss) if tangents["dloss"] is None else tangents["dloss"]
+    t_dloss = or_zeros(tangents["dloss"], dloss)
     total: Tensor = _backward.call(t_dloss, x, saved["target"], *settings)
     slopes = _Slopes(saved, log_target)
     for by in ("input", "target"):

@@ -22,14 +22,10 @@ from isograd.ops.router.results import Permutation, Routing, TopK
 from isograd.ops.softmax.torch import BACKWARD, FORWARD
 from isograd.torch import bind, define, members
 from isograd.torch.ops_gather import GATHER, GATHER_BACKWARD
-from isograd.torch.tensors import Shape, integer, require_tensor, wide
+from isograd.torch.tensors import Shape, integer, or_zeros, require_tensor, wide
 from isograd.typing import Scoring
 
 Named = Mapping[str, Any]
-
-
-def _or_zeros(tangent: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if tangent is None else tangent
 
 
 def _save_top_k(node: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> tuple[Tensor]:
@@ -90,7 +86,7 @@ def _renormalize_tangent(saved: Named, settings: Any, tangents: Named) -> Tensor
 
 
 def _renormalize_second_tangent(saved: Named, settings: Any, tangents: Named) -> Tensor:
-    t: Tensor = _renormalize_backward.call(_or_zeros(tangents["dt"], saved["dt"]), saved["w"], *settings)
+    t: Tensor = _renormalize_backward.call(or_zeros(tangents["dt"], saved["dt"]), saved["w"], *settings)
     if tangents["w"] is None:
         return t
     return t + _Quotients(saved["w"], settings[0]).curvature(saved["dt"], tangents["w"])
@@ -159,7 +155,7 @@ def _router_second(saved: Named, settings: Any, needs: Named, grads: Named) -> N
 
 def _router_second_tangent(saved: Named, settings: Any, tangents: Named) -> Tensor:
     dweights, logits, experts = saved["dweights"], saved["logits"], saved["experts"]
-    t: Tensor = _router_backward.call(_or_zeros(tangents["dweights"], dweights), logits, experts, *settings)
+    t: Tensor = _router_backward.call(or_zeros(tangents["dweights"], dweights), logits, experts, *settings)
     if tangents["logits"] is not None:  # the Hessian is symmetric
         t = t + _curvature(dweights, logits, experts, tangents["logits"], *settings)
     return t
@@ -219,7 +215,7 @@ def _columns(op: Any) -> Any:
 
 def _combine_tangent(saved: Named, settings: Any, tangents: Named) -> Tensor:
     rows, weights, order = saved["expert_out"], saved["weights"], saved["order"]
-    t: Tensor = _combine.call(_or_zeros(tangents["expert_out"], rows), weights, order)
+    t: Tensor = _combine.call(or_zeros(tangents["expert_out"], rows), weights, order)
     return t if tangents["weights"] is None else t + _combine.call(rows, tangents["weights"], order)
 
 
@@ -227,7 +223,7 @@ def _combine_second(saved: Named, settings: Any, needs: Named, grads: Named) -> 
     dy, rows, weights, order = saved["dy"], saved["expert_out"], saved["weights"], saved["order"]
     if grads["d_expert_out"] is None and grads["dweights"] is None:
         return {}
-    g_rows, g_weights = _or_zeros(grads["d_expert_out"], rows), _or_zeros(grads["dweights"], weights)
+    g_rows, g_weights = or_zeros(grads["d_expert_out"], rows), or_zeros(grads["dweights"], weights)
     # With <a, combine(b, w)> = <rows of combine_backward(a, b, w), b> = <weights of combine_backward(a, b, w), w>.
     return {
         "dy": _combine.call(g_rows, weights, order) + _combine.call(rows, g_weights, order),
@@ -238,7 +234,7 @@ def _combine_second(saved: Named, settings: Any, needs: Named, grads: Named) -> 
 
 def _combine_second_tangent(saved: Named, settings: Any, tangents: Named) -> tuple[Tensor, Tensor]:
     dy, rows, weights, order = saved["dy"], saved["expert_out"], saved["weights"], saved["order"]
-    d_rows, d_weights = _combine_backward.call(_or_zeros(tangents["dy"], dy), rows, weights, order)
+    d_rows, d_weights = _combine_backward.call(or_zeros(tangents["dy"], dy), rows, weights, order)
     if tangents["weights"] is not None:
         d_rows = d_rows + _combine_backward.call(dy, rows, tangents["weights"], order)[0]
     if tangents["expert_out"] is not None:
@@ -309,7 +305,7 @@ def _z_second(saved: Named, settings: Any, needs: Named, grads: Named) -> Named:
 
 def _z_second_tangent(saved: Named, settings: Any, tangents: Named) -> Tensor:
     dloss, logits = saved["dloss"], saved["logits"]
-    t: Tensor = _z_loss_backward.call(_or_zeros(tangents["dloss"], dloss), logits, *settings)
+    t: Tensor = _z_loss_backward.call(or_zeros(tangents["dloss"], dloss), logits, *settings)
     return t if tangents["logits"] is None else t + _Tokens(logits, *settings).curvature(dloss, tangents["logits"])
 
 
