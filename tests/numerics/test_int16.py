@@ -4,6 +4,7 @@ import math
 from fractions import Fraction
 
 import ml_dtypes
+import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -297,10 +298,17 @@ def test_batches_share_and_repeat_operands():
 
 
 def test_a_processor_without_an_engine_multiplies_in_binary64(monkeypatch):
-    monkeypatch.setattr(numba_dot.numba.config, "CPU_NAME", "generic")
-    monkeypatch.setattr(numba_dot.numba.config, "CPU_FEATURES", "+avx2")
-    assert [engine.name for engine in numba_dot.engines()] == ["avx2"]
-    monkeypatch.setattr(numba_dot.numba.config, "CPU_FEATURES", None)
+    for name, features, expected in (
+        (None, "+avx2,-avx512f", ["avx2"]),
+        ("generic", "+avx2", ["avx2"]),
+        ("generic", None, []),
+        ("haswell", None, []),
+    ):
+        monkeypatch.setattr(numba.config, "CPU_NAME", name)
+        monkeypatch.setattr(numba.config, "CPU_FEATURES", features)
+        assert [engine.name for engine in numba_dot.engines()] == expected
+    monkeypatch.setattr(numba.config, "CPU_NAME", None)
+    monkeypatch.setattr(numba.config, "ENABLE_AVX", 0)
     assert numba_dot.engines() == []
     assert numba_int16.engine_names()[-1] == "blas"
 

@@ -10,13 +10,12 @@ NumPy's BLAS reaches half the speed on tiles of this size and promises no order.
 
 from typing import Any
 
-import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from isograd.runtime.numba_compile import INLINED, subroutine
+from isograd.runtime.numba_compile import INLINED, processor_features, subroutine
 
 VECTOR_BYTES = 64  # a vector of the code; processors with shorter ones take several for it
 PADDING = 8  # rows that a product may touch beyond the last one: all tiles and their operands have room for them
@@ -26,11 +25,7 @@ STORE, ADD, SCALE_ADD = range(3)  # c = product; c + product; c * factor of the 
 
 def _registers() -> tuple[int, int]:
     """Rows and vectors of c that registers hold beside a row of b."""
-    try:
-        features = llvmlite.binding.get_host_cpu_features()
-    except RuntimeError:  # LLVM cannot tell on every system
-        return 4, 1
-    return (8, 2) if features.get("avx512f") else (4, 1)
+    return (8, 2) if "avx512f" in processor_features() else (4, 1)
 
 
 def lanes(like: Any) -> Any:

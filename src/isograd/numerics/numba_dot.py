@@ -9,14 +9,13 @@ engine returns the same integers; none saturates.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import llvmlite.binding
 import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
-from isograd.runtime.numba_compile import INLINED
+from isograd.runtime.numba_compile import INLINED, processor_features
 
 TERMS = 510
 _WORD, _LONG = ir.IntType(32), ir.IntType(64)
@@ -63,19 +62,9 @@ ENGINES = (
 )
 
 
-def _features() -> set[str]:
-    """What the processor that Numba compiles for can do."""
-    if numba.config.CPU_NAME is not None:
-        return {f[1:] for f in (numba.config.CPU_FEATURES or "").split(",") if f.startswith("+")}
-    try:
-        return {name for name, there in llvmlite.binding.get_host_cpu_features().items() if there}
-    except RuntimeError:  # LLVM cannot tell on every system
-        return set()
-
-
 def engines() -> list[Engine]:
     """The engines of this machine, the fastest first."""
-    features = _features()
+    features = processor_features()
     return [engine for engine in ENGINES if features.issuperset(engine.needs)]
 
 

@@ -17,7 +17,7 @@ from operator import call
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import llvmlite
+import llvmlite.binding
 import numba
 from llvmlite.binding import ffi
 from numba import _dynfunc
@@ -90,6 +90,18 @@ _INTERNAL: dict[str, Any] = {
 INLINED: dict[str, Any] = {"forceinline": True} | _INTERNAL
 # Neither fast-math nor an implicit fma: every rounding is the one the contract writes down.
 _OPTIONS: dict[str, Any] = {"fastmath": False, "error_model": "numpy", "boundscheck": False, "nogil": True}
+
+
+def processor_features() -> set[str]:
+    """What the processor that Numba compiles for can do, as its settings and the host tell."""
+    config = numba.config
+    if config.CPU_NAME is not None or config.CPU_FEATURES is not None:
+        return {f[1:] for f in (config.CPU_FEATURES or "").split(",") if f.startswith("+")}
+    try:
+        host = llvmlite.binding.get_host_cpu_features()
+    except RuntimeError:  # LLVM cannot tell on every system
+        return set()
+    return {name for name, there in host.items() if there and (config.ENABLE_AVX or not name.startswith("avx"))}
 
 
 # --- the cache on disk -----------------------------------------------------------------------------------------------
