@@ -71,7 +71,9 @@ class ConversionReport:
             for (left, kind, note), count in sorted(groups.items(), key=lambda group: group[0][0])
         ]
         for module in self.modules:
-            lines += [f"{count:>6} calls of {module.name} went to torch: {why}" for why, count in module.passed]
+            lines += [
+                f"{count:>6} calls of {module.name or module.kind} went to torch: {why}" for why, count in module.passed
+            ]
         return "\n".join(lines) or "the model has no modules"
 
 
@@ -159,13 +161,14 @@ def convert(model: Module) -> Conversion:
 
     Replaced, of torch.nn: Embedding, LayerNorm, RMSNorm, Softmax, LogSoftmax, CrossEntropyLoss, KLDivLoss,
     MultiheadAttention, TransformerEncoder and TransformerEncoderLayer (whose fast path without gradients is not taken).
-    Of transformers: norms, routers and experts of Llama, Qwen 2 and 3, Mistral, Mixtral, OLMo and OLMoE, Gemma 1 to 3,
-    and the attention of every model that takes it from transformers' interface, as `register_transformers` does.
+    Of transformers: norms, MLPs (their gated activation; products stay), routers and experts of Llama, Qwen 2 and 3,
+    Mistral, Mixtral, OLMo and OLMoE, Gemma 1 to 3, and the attention of every model that takes it from transformers'
+    interface, as `register_transformers` does.
 
-    Left, and listed: matrix products, of which torch's own have fixed bits on one kind of machine; activations, dropout
-    and rotary positions; modules with another forward than their class's; and whatever is not known. What a forward
+    Left, and listed: matrix products, of which torch's own have fixed bits on one kind of machine; activations that gate
+    nothing, dropout and rotary positions; modules with another forward than their class's; and whatever is not known. What a forward
     calls as a function, such as a loss inside a model, is `use()`'s business. A norm rounds its result once, where
-    transformers' rounds a narrow one before the weight.
+    transformers' rounds a narrow one before the weight, and so does a gated activation.
 
     Experts wait for the GPU once a call, for the numbers of their rows, and torch multiplies for one after the other. A
     bias of a linear layer stays torch's with the layer: its gradient is a sum in floats.
