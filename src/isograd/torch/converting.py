@@ -165,10 +165,11 @@ def convert(model: Module) -> Conversion:
     Mistral, Mixtral, OLMo and OLMoE, Gemma 1 to 3, and the attention of every model that takes it from transformers'
     interface, as `register_transformers` does.
 
-    Left, and listed: matrix products, of which torch's own have fixed bits on one kind of machine; activations that gate
-    nothing, dropout and rotary positions; modules with another forward than their class's; and whatever is not known. What a forward
-    calls as a function, such as a loss inside a model, is `use()`'s business. A norm rounds its result once, where
-    transformers' rounds a narrow one before the weight, and so does a gated activation.
+    Left, and listed: matrix products, of which torch's own have fixed bits on one kind of machine; activations that
+    gate nothing, dropout and rotary positions; modules with another forward than their class's; and whatever is not
+    known. What a forward calls as a function, such as a loss inside a model, is `use()`'s business. A norm rounds its
+    result once, where transformers' rounds a narrow one before the weight, and a gated activation is rounded once,
+    after the product.
 
     Experts wait for the GPU once a call, for the numbers of their rows, and torch multiplies for one after the other. A
     bias of a linear layer stays torch's with the layer: its gradient is a sum in floats.
