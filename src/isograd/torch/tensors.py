@@ -97,18 +97,6 @@ def holds(condition: Any) -> bool:
     return guard_or_false(condition)
 
 
-def require_same(operation: str, dy: Tensor, y: Tensor) -> None:
-    """Raise if a gradient and a result differ in device, dtype or shape."""
-    if dy.device != y.device:
-        raise DeviceMismatchError(f"{operation}: dy is on {dy.device} and y on {y.device}; expected one device")
-    if dy.dtype is not y.dtype:
-        raise InvalidProblemError(f"{operation}: dy has dtype {dy.dtype} and y {y.dtype}; expected the same")
-    if dy.shape != y.shape:
-        raise InvalidProblemError(
-            f"{operation}: dy has shape {tuple(dy.shape)} and y {tuple(y.shape)}; expected the same"
-        )
-
-
 def require_device(operation: str, **tensors: Tensor | None) -> None:
     """Raise unless the tensors are on one device."""
     given = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
