@@ -46,7 +46,7 @@ class Tangents(NamedTuple):
 
 
 # --- who sees whom, what is dropped ----------------------------------------------------------------------------------
-class _Places(NamedTuple):
+class Places(NamedTuple):
     """Where rows of q [.., Lq, 1] and of k [.., Lk] stand: number of the sequence, position in it, and its offset."""
 
     q_sequence: Tensor
@@ -65,21 +65,22 @@ def _packed(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     return sequence, rows - ends[sequence]
 
 
-def _places(x: Operands, options: AttentionOptions) -> _Places:
+def places_of(x: Operands, options: AttentionOptions) -> Places:
+    """Where the rows of an attention stand."""
     q_length, k_length, device = x.q.shape[2], x.k.shape[2], x.q.device
     lower_right = options.alignment == "lower_right"
     if x.cu_seqlens_q is None or x.cu_seqlens_k is None:
         batch = torch.arange(x.q.shape[0], device=device)[:, None, None, None]
         i, j = torch.arange(q_length, device=device)[:, None], torch.arange(k_length, device=device)
-        return _Places(batch, i, batch, j, k_length - q_length if lower_right else 0, None)
+        return Places(batch, i, batch, j, k_length - q_length if lower_right else 0, None)
     q_sequence, i = (t[:, None] for t in _packed(x.cu_seqlens_q, q_length))
     k_sequence, j = _packed(x.cu_seqlens_k, k_length)
     lengths = [torch.diff(ends.long(), append=ends[-1:].long()) for ends in (x.cu_seqlens_q, x.cu_seqlens_k)]
     offset = (lengths[1] - lengths[0])[q_sequence] if lower_right else 0
-    return _Places(q_sequence, i, k_sequence, j, offset, len(x.cu_seqlens_q) - 1)
+    return Places(q_sequence, i, k_sequence, j, offset, len(x.cu_seqlens_q) - 1)
 
 
-def _visible(x: Operands, options: AttentionOptions, at: _Places) -> Tensor:
+def visible(x: Operands, options: AttentionOptions, at: Places) -> Tensor:
     """Whether query i sees key j, in a shape that broadcasts to [B, Hq, Lq, Lk]."""
     left, right = options.reach()
     level = at.i + at.offset
@@ -103,7 +104,7 @@ def _product(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
     return ((low >> 16) + high) >> 16, (((high & 0xFFFF) << 16) + low) & _MASK
 
 
-def _keep(x: Operands, options: AttentionOptions, at: _Places) -> Tensor:
+def kept(x: Operands, options: AttentionOptions, at: Places) -> Tensor:
     """[.., Lq, Lk]: 1 / (1 - p) where dropout keeps a probability, else 0; `isograd.flash_attention.reference.kept`."""
     assert x.seed is not None
     heads = x.q.shape[1]
@@ -142,8 +143,8 @@ class _Dense:
             self.bend = -2 / options.softcap * bent * self.slope
         if x.bias is not None:
             scores = scores + wide(x.bias)[0]
-        at = _places(x, options)
-        self.seen = _visible(x, options, at)
+        at = places_of(x, options)
+        self.seen = visible(x, options, at)
         nothing = torch.full((), -torch.inf, dtype=q.dtype, device=q.device)
         column = nothing if x.sinks is None else wide(x.sinks)[0].to(q.dtype)[:, None, None]
         if at.outside is not None:
@@ -154,7 +155,7 @@ class _Dense:
         e = torch.exp(scores - torch.where(top == -torch.inf, 0, top))
         total = e.sum(-1, keepdim=True)
         self.p = e / torch.where(total == 0, 1, total)
-        self.keep: Any = _keep(x, options, at) if options.dropout_p else 1.0
+        self.keep: Any = kept(x, options, at) if options.dropout_p else 1.0
 
     def repeated(self, t: Tensor) -> Tensor:
         """A head of k or v for each head of q."""

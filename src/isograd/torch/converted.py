@@ -1,5 +1,6 @@
 """The modules that `convert` knows, by the names of their classes, and what it makes of them."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -9,8 +10,10 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from isograd.ops.router import torch as routing
+from isograd.rotary import rotary_table
 from isograd.torch.exported import gelu_mul, layer_norm, rms_norm, silu_mul
 from isograd.torch.indexing import embedding
+from isograd.torch.product_functions import linear
 from isograd.torch.switch import use
 from isograd.torch.tensors import work_dtype
 
@@ -53,6 +56,27 @@ def _switched(m: Any, *args: Any, **kwargs: Any) -> Any:
         return type(m).forward(m, *args, **kwargs)
 
 
+def _switched_products(m: Any, *args: Any, **kwargs: Any) -> Any:
+    with use(products="int16"):
+        return type(m).forward(m, *args, **kwargs)
+
+
+def _linear(m: Any, input: Tensor) -> Tensor:  # noqa: A002
+    return linear(input, m.weight, m.bias)
+
+
+def _activated_silu(m: Any, input: Tensor) -> Tensor:  # noqa: A002
+    return silu_mul(input, torch.ones_like(input))
+
+
+def _activated_gelu(m: Any, input: Tensor) -> Tensor:  # noqa: A002
+    return gelu_mul(input, torch.ones_like(input), getattr(m, "approximate", "none"))
+
+
+def _activated_gelu_tanh(m: Any, input: Tensor) -> Tensor:  # noqa: A002
+    return gelu_mul(input, torch.ones_like(input), "tanh")
+
+
 # --- transformers ----------------------------------------------------------------------------------------------------
 def _rms_norm(m: Any, hidden_states: Tensor) -> Tensor:
     """The result has the wider dtype of the two."""
@@ -79,8 +103,15 @@ def _scaled_embedding(m: Any, input_ids: Tensor) -> Tensor:
     return _embedding(m, input_ids) * scale
 
 
-def _routed(m: Any, hidden_states: Tensor, renormalize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    logits = F.linear(hidden_states.reshape(-1, m.hidden_dim), m.weight)
+def _conv1d(m: Any, x: Tensor) -> Tensor:
+    """A linear layer whose weight lies transposed."""
+    return linear(x, m.weight.t(), m.bias)
+
+
+def _routed(
+    m: Any, hidden_states: Tensor, renormalize: bool, product: Call = F.linear
+) -> tuple[Tensor, Tensor, Tensor]:
+    logits = product(hidden_states.reshape(-1, m.hidden_dim), m.weight)
     weights, experts = routing.moe_router(logits, m.top_k, renormalize=renormalize)
     return logits, weights, experts
 
@@ -89,9 +120,17 @@ def _mixtral_router(m: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tens
     return _routed(m, hidden_states, True)
 
 
-def _router(m: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    logits, weights, experts = _routed(m, hidden_states, m.norm_topk_prob)
+def _mixtral_router_products(m: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _routed(m, hidden_states, True, linear)
+
+
+def _router(m: Any, hidden_states: Tensor, product: Call = F.linear) -> tuple[Tensor, Tensor, Tensor]:
+    logits, weights, experts = _routed(m, hidden_states, m.norm_topk_prob, product)
     return logits, weights.to(logits.dtype), experts
+
+
+def _router_products(m: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _router(m, hidden_states, linear)
 
 
 def _silu(m: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -127,18 +166,39 @@ def _mlp(m: Any, x: Tensor) -> Any:
     return m.down_proj(_gated(m.act_fn, m.gate_proj(x), m.up_proj(x)))
 
 
-def _experts(m: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Rows sorted by expert, torch's products for each, and an order-free sum over every token's experts."""
+def _experts(
+    m: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, product: Call = F.linear
+) -> Tensor:
+    """Rows sorted by expert, products for each, and an order-free sum over every token's experts."""
     order, offsets = routing.expert_permutation(top_k_index, m.num_experts)
     rows = routing.moe_permute(hidden_states, order, top_k_index.shape[-1])
     parts = []
     sizes = offsets.diff().tolist()
     for part, up, down in zip(torch.split(rows, sizes), m.gate_up_proj.unbind(), m.down_proj.unbind(), strict=True):
-        gate, value = F.linear(part, up).chunk(2, dim=-1)
-        parts.append(F.linear(_gated(m.act_fn, gate, value), down))
+        gate, value = product(part, up).chunk(2, dim=-1)
+        parts.append(product(_gated(m.act_fn, gate, value), down))
     results = torch.cat(parts)
     y = routing.moe_combine(results, top_k_weights.to(work_dtype(results.dtype)), order)
     return y.to(hidden_states.dtype)
+
+
+def _experts_products(m: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    return _experts(m, hidden_states, top_k_index, top_k_weights, linear)
+
+
+def _rotary(m: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions from the table of `isograd.rotary_table`, whose halves are the same."""
+    base = float(m.config.rope_parameters["rope_theta"])
+    table = _rotary_tables(m.config.max_position_embeddings, 2 * m.inv_freq.numel(), base, x.device)
+    cos, sin = (torch.cat([embedding(position_ids, half)] * 2, -1) * m.attention_scaling for half in table)
+    return cos.to(x.dtype), sin.to(x.dtype)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@functools.lru_cache(maxsize=16)
+def _rotary_tables(length: int, dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    cos, sin = rotary_table(length, dim, base=base)
+    return torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
 
 
 # --- the tables ------------------------------------------------------------------------------------------------------
@@ -157,6 +217,23 @@ for _name in (
     "transformer.TransformerEncoderLayer",
 ):
     _KNOWN[f"torch.nn.modules.{_name}"] = _switched, "its functions, as in isograd.torch.use"
+
+# By order-free products, in place of what stands in the other tables.
+_BY_PRODUCTS: dict[str, tuple[Call, str]] = {
+    "torch.nn.modules.linear.Linear": (_linear, "isograd.torch.linear in int16"),
+    "transformers.pytorch_utils.Conv1D": (_conv1d, "isograd.torch.linear in int16"),
+}
+for _name in ("activation.MultiheadAttention", "transformer.TransformerEncoder", "transformer.TransformerEncoderLayer"):
+    _note = 'its functions, as in isograd.torch.use(products="int16")'
+    _BY_PRODUCTS[f"torch.nn.modules.{_name}"] = _switched_products, _note
+for _name, _call in (
+    ("torch.nn.modules.activation.SiLU", _activated_silu),
+    ("torch.nn.modules.activation.GELU", _activated_gelu),
+    ("transformers.activations.SiLUActivation", _activated_silu),
+    ("transformers.activations.GELUActivation", _activated_gelu),
+    ("transformers.activations.GELUTanh", _activated_gelu_tanh),
+):
+    _BY_PRODUCTS[_name] = _call, f"isograd.torch.{'silu' if _call is _activated_silu else 'gelu'}_mul by 1"
 
 _NATIVE = "native product: bits fixed on one kind of machine"
 _NO_OPERATION = "no operation of isograd's"
@@ -201,26 +278,37 @@ for _folder, _family in _FAMILIES.items():
     )
     _KNOWN[f"{_place}TextScaledWordEmbedding"] = _scaled_embedding, "isograd.torch.embedding"
     _LEFT[f"{_place}RotaryEmbedding"] = f"{_NO_OPERATION}; sine and cosine of torch's"
+    _BY_PRODUCTS[f"{_place}TopKRouter"] = (
+        _mixtral_router_products if _folder == "mixtral" else _router_products,
+        "isograd.torch.linear in int16, moe_router",
+    )
+    _BY_PRODUCTS[f"{_place}Experts"] = (
+        _experts_products,
+        "isograd.torch.moe_permute, linear in int16, silu_mul or gelu_mul, and moe_combine",
+    )
+    _BY_PRODUCTS[f"{_place}RotaryEmbedding"] = _rotary, "isograd.rotary_table"
 
 
 def _name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def find(module: Module) -> tuple[Call | None, str]:
+def find(module: Module, products: str | None = None) -> tuple[Call | None, str]:
     """The replacement of a module's forward and its name, or None and the reason why it has none.
 
     A subclass is known if it has the forward of a class that is, as those of fully_shard.
     """
     for kind in type(module).__mro__:
         name = _name_of(kind)
-        if name not in _KNOWN and name not in _LEFT:
+        entry = _BY_PRODUCTS.get(name) if products else None
+        entry = entry or _KNOWN.get(name)
+        if entry is None and name not in _LEFT:
             continue
         if type(module).forward is not kind.forward:  # type: ignore[attr-defined]
             return None, f"not known: has a forward of its own, not that of {kind.__qualname__}"
-        if name in _LEFT:
+        if entry is None:
             return None, _LEFT[name]
-        call, note = _KNOWN[name]
+        call, note = entry
         why = _refused(module, call)
         return (None, why) if why else (call, note)
     return None, "not known"
@@ -231,9 +319,11 @@ def _refused(module: Any, call: Call) -> str:
     if call in (_embedding, _scaled_embedding):
         given = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, name)]
         return f"no operation of isograd's with {', '.join(given)}" if given else ""
-    if call in (_mlp, _experts) and _name_of(type(module.act_fn)) not in _GATES:
+    if call in (_mlp, _experts, _experts_products) and _name_of(type(module.act_fn)) not in _GATES:
         return f"{_NO_OPERATION} for its activation, {type(module.act_fn).__name__}"
-    if call is _experts and getattr(module, "_is_expert_parallel", False):
+    if call is _rotary and getattr(module, "rope_type", None) != "default":
+        return f"{_NO_OPERATION}; sine and cosine of torch's"
+    if call in (_experts, _experts_products) and getattr(module, "_is_expert_parallel", False):
         return "its experts are spread over ranks"
     return ""
 

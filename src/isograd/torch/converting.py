@@ -11,9 +11,10 @@ from isograd.errors import InvalidProblemError
 from isograd.torch import converted
 from isograd.torch.converted import Call
 from isograd.torch.huggingface import register_transformers
-from isograd.torch.switch import NOT_SERVED
+from isograd.torch.switch import NOT_SERVED, Products, checked_products
 
-_ATTENTION = "isograd"  # the name of isograd's attention among those of transformers
+# The names of isograd's attention among those of transformers, by products.
+_ATTENTION = {None: "isograd", "int16": "isograd_int16"}
 
 
 class Forward:
@@ -80,7 +81,8 @@ class ConversionReport:
 class Conversion:
     """What `convert` returns: `report()` says what was done and `restore()` undoes it, as the end of a `with` does."""
 
-    def __init__(self) -> None:
+    def __init__(self, products: Products | None = None) -> None:
+        self._products = products
         self._modules: list[ConvertedModule] = []
         self._forwards: dict[str, Forward] = {}
         self._attention: list[tuple[Any, str | None]] = []  # configurations, and the attention that each named before
@@ -114,13 +116,13 @@ class Conversion:
             elif "forward" in own:
                 covered.append(name)
         for config, before in reversed(self._attention):
-            if config._attn_implementation == _ATTENTION:
+            if config._attn_implementation == _ATTENTION[self._products]:
                 _set_attention(config, before)
         if covered:
             raise InvalidProblemError(f"restore: forward was set on {', '.join(covered)} after the conversion")
 
     def _convert(self, name: str, module: Module) -> None:
-        call, note = converted.find(module)
+        call, note = converted.find(module, self._products)
         kind = type(module).__qualname__
         if call is not None and isinstance(module.__dict__.get("forward"), Forward):
             call, note = None, "converted already"
@@ -136,13 +138,15 @@ class Conversion:
         if any(config is seen for seen, _ in self._attention):
             return
         why = converted.attention_is_left(model)
-        if why is None and config._attn_implementation == _ATTENTION:
+        if why is None and config._attn_implementation in _ATTENTION.values():
             why = "converted already"
         if why is None:
-            register_transformers(_ATTENTION)
+            attention = _ATTENTION[self._products]
+            register_transformers(attention, precision=self._products)
             self._attention.append((config, config._attn_implementation))
-            _set_attention(config, _ATTENTION)
-        note = why or f"isograd.torch.attention instead of {self._attention[-1][1]}"
+            _set_attention(config, attention)
+        kind = "isograd.torch.attention" + (" in int16" if self._products else "")
+        note = why or f"{kind} instead of {self._attention[-1][1]}"
         self._modules.append(ConvertedModule(name, f"attention of {type(model).__qualname__}", why is None, note))
 
 
@@ -151,7 +155,7 @@ def _set_attention(config: Any, name: str | None) -> None:
     config._attn_implementation = {"": name}
 
 
-def convert(model: Module) -> Conversion:
+def convert(model: Module, *, products: Products | None = None) -> Conversion:
     """Replace, in place, the forward of every module that is known by one whose sums are order-free.
 
         handle = igt.convert(model)
@@ -165,14 +169,21 @@ def convert(model: Module) -> Conversion:
     Mistral, Mixtral, OLMo and OLMoE, Gemma 1 to 3, and the attention of every model that takes it from transformers'
     interface, as `register_transformers` does.
 
-    Left, and listed: matrix products, of which torch's own have fixed bits on one kind of machine; activations that
-    gate nothing, dropout and rotary positions; modules with another forward than their class's; and whatever is not
-    known. What a forward calls as a function, such as a loss inside a model, is `use()`'s business. A norm rounds its
-    result once, where transformers' rounds a narrow one before the weight, and a gated activation is rounded once,
-    after the product.
+    Left, and listed: without `products` matrix products, of which torch's own have fixed bits on one kind of machine,
+    activations that gate nothing and rotary positions; dropout; modules with another forward than their class's; and
+    whatever is not known. What a forward calls as a function, such as a loss inside a model, is `use()`'s business. A
+    norm rounds its result once, where transformers' rounds a narrow one before the weight, and a gated activation is
+    rounded once, after the product.
 
-    Experts wait for the GPU once a call, for the numbers of their rows, and torch multiplies for one after the other. A
-    bias of a linear layer stays torch's with the layer: its gradient is a sum in floats.
+    products: "int16" replaces products as well, by those of `isograd.torch.linear` with that precision: Linear and
+    transformers' Conv1D (biases' gradients are order-free sums then), those of routers, experts and the layers of
+    nn.Transformer; attention is `isograd.torch.attention` with precision="int16", all scores at once. So no sum of such
+    a model depends on an order, forward or backward. Where torch has functions of its own for an element, which differ
+    between machines, isograd's are taken too: SiLU and GELU as modules, and rotary positions of the default kind, from
+    `isograd.rotary_table`, for positions below max_position_embeddings. Modules of float64 keep torch's products.
+
+    Experts wait for the GPU once a call, for the numbers of their rows, and multiply one after the other. Without
+    products a bias of a linear layer stays torch's with the layer: its gradient is a sum in floats.
 
     Parameters, keys of the state_dict, hooks and classes stay. So a model may be converted before or after
     DistributedDataParallel, fully_shard and torch.compile (a compiled one is traced anew). Copies and pickles of a
@@ -180,11 +191,12 @@ def convert(model: Module) -> Conversion:
     conversion finds nothing to do. An error or interrupt in here leaves the model as it was. Arguments that isograd
     cannot serve go to the module's own forward, and the report counts them.
 
-    Raises InvalidProblemError for what is no module.
+    Raises InvalidProblemError for what is no module, and for other products.
     """
+    checked_products("convert", products)
     if not isinstance(model, Module):
         raise InvalidProblemError(f"convert: model is a {type(model).__name__}; expected a torch.nn.Module")
-    handle = Conversion()
+    handle = Conversion(products)
     try:
         for name, module in model.named_modules():
             if converted.takes_attention(module):

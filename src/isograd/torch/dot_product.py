@@ -12,11 +12,14 @@ from isograd.errors import DeviceMismatchError, InvalidProblemError, Unsupported
 from isograd.flash_attention import problem
 from isograd.flash_attention.descriptors import DIM_STEP, LEAST_DIM, MOST_DIM
 from isograd.flash_attention.options import AttentionOptions, Window, default_scale
+from isograd.torch import attention_products
+from isograd.torch.attention_dense import Operands
 from isograd.torch.indexing import enter
 from isograd.torch.ops_attention import ATTENTION
 from isograd.torch.tensors import require_dense, require_tensor
 from isograd.typing import Alignment, Layout
 
+Precision = Literal["int16"]
 _WIDEST = 1 << 62  # wider windows see no more, and the operator's schema holds 64 bits
 
 
@@ -53,10 +56,18 @@ def _checked_head_dims(name: str, **rows: Tensor) -> None:
 
 
 def _attend(
-    name: str, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *extra: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The operator on [B, H, L, D]; extra: its tensors from bias to seed."""
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    *extra: Tensor | None,
+    precision: Precision | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The operator on [B, H, L, D]; extra: its tensors from bias to seed. By products there is no lse."""
     head_dim, v_dim = q.shape[-1], v.shape[-1]
+    if precision is not None:
+        return attention_products.attend(name, Operands(q, k, v, *extra), options.validated(name, head_dim)), None
     padded_q = _padded(q)
     window: tuple[int | None, ...] = (None, None) if options.window is None else options.window
     if not torch.compiler.is_compiling():  # a trace may have symbols, which the call that computes checks as numbers
@@ -90,6 +101,14 @@ def _seed(name: str, dropout_p: float, seed: int | None, device: torch.device) -
             "replay; accepted: a seed of your own"
         )
     return _drawn()
+
+
+def _checked_precision(name: str, precision: Any, *rows: Tensor) -> None:
+    """Raise for a precision that there is not, and where it does not serve the rows."""
+    if precision not in (None, "int16"):
+        raise InvalidProblemError(f"{name}: precision is {precision!r}; accepted: int16, None")
+    if precision is not None and any(x.dtype is torch.float64 for x in rows):
+        raise UnsupportedError(f"{name}: precision is 'int16' for float64; accepted for float64: None")
 
 
 def _scores_like(name: str, argument: str, tensor: Any) -> Tensor | None:
@@ -129,6 +148,7 @@ class _AttentionOptions(TypedDict, total=False):
     dropout_p: float
     seed: int | None
     layout: Layout
+    precision: Precision | None
 
 
 @overload
@@ -167,6 +187,7 @@ def attention(
     dropout_p: float = 0.0,
     seed: int | None = None,
     layout: str = "BHLD",
+    precision: Precision | None = None,
     return_lse: bool = False,
 ) -> Any:
     """`isograd.attention` with gradients for q, k, v, bias and sinks, through o and through lse.
@@ -179,6 +200,11 @@ def attention(
     Results lie in memory as q does, heads outside or inside the length. First derivatives are those of
     `isograd.attention_backward`. Second ones, and forward mode, hold all scores at once and are written with torch's
     own operations; they are differentiable again. Under vmap every member is what it would be alone.
+
+    precision: "int16" computes scores and results by the order-free products of `igt.matmul` and the softmax of
+    `igt.softmax`, gradients too, with the same bits on every machine that has those: all scores at once, in float32,
+    so memory and time grow with the square of the length. An element of a row is rounded beside the largest one of its
+    column of v, hidden keys included. Not for float64, nor with return_lse.
     """
     name = "attention"
     enter(name)
@@ -187,6 +213,9 @@ def attention(
         require_dense(name, tensor, argument)
     q, k, v = (problem.rows(name, argument, x, layout) for argument, x in (("q", q), ("k", k), ("v", v)))
     _checked_head_dims(name, q=q, k=k, v=v)
+    _checked_precision(name, precision, q, k, v)
+    if precision is not None and return_lse:
+        raise UnsupportedError(f"{name}: return_lse is True with precision {precision!r}; accepted: False")
     if bias is not None:
         require_dense(name, bias, "bias")
     if sinks is not None:
@@ -196,6 +225,7 @@ def attention(
         *(name, q, k, v, options, _scores_like(name, "bias", bias), _scores_like(name, "mask", mask)),
         *(*_pair(name, "segment_ids", segment_ids), *_pair(name, "cu_seqlens", cu_seqlens), sinks),
         _seed(name, dropout_p, seed, q.device),
+        precision=precision,
     )
     o = o.permute(problem.LAYOUTS[layout])
     return (o, lse) if return_lse else o
@@ -258,6 +288,7 @@ def scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    precision: Precision | None = None,
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`: `softmax(scale · q kᵀ + mask) v`.
 
@@ -272,7 +303,7 @@ def scaled_dot_product_attention(
 
     A query that sees no key gives 0 and no gradient, where torch gives 0 or NaN depending on its backend. Sizes of E
     and Ev that are no multiple of 8 or below 16 are padded with zeros. Under autocast as torch's; derivatives, vmap and
-    layout of the result as for `attention`.
+    layout of the result, and precision, as for `attention`.
 
     Raises InvalidProblemError for shapes and options that do not fit together, UnsupportedError for other dtypes and
     larger head dimensions, DeviceMismatchError for several devices.
@@ -293,6 +324,7 @@ def scaled_dot_product_attention(
                 f"{_SDPA}: {argument} has dtype {tensor.dtype} and query {query.dtype}; expected the same"
             )
     _checked_head_dims(_SDPA, query=query, key=key, value=value)
+    _checked_precision(_SDPA, precision, query, key, value)
     own = 3 if enable_gqa else 2  # axes that are not broadcast
     heads = [tuple(t.shape[-own:-2]) for t in (query, key, value)]
     if enable_gqa and any(h[0] == 0 or heads[0][0] % h[0] for h in heads[1:]):
@@ -334,5 +366,5 @@ def scaled_dot_product_attention(
     q, k, v = (_four_axes(t, (*batch, *h)) for t, h in zip((query, key, value), heads, strict=True))
     options = AttentionOptions(is_causal, alignment, None, scale, 0.0, dropout_p)
     seed = _seed(_SDPA, dropout_p, None, query.device)
-    o, _ = _attend(_SDPA, q, k, v, options, bias, mask, None, None, None, None, None, seed)
+    o, _ = _attend(_SDPA, q, k, v, options, bias, mask, None, None, None, None, None, seed, precision=precision)
     return o if o.dim() == len(lead) + 2 else o.reshape(*lead, *o.shape[-2:])

@@ -1,5 +1,6 @@
 """isograd's attention for the models of Hugging Face transformers."""
 
+import functools
 import warnings
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isograd.errors import UnsupportedError
-from isograd.torch.dot_product import attention
+from isograd.torch.dot_product import Precision, attention
 from isograd.torch.tensors import work_dtype
 
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k")
@@ -32,6 +33,7 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    precision: Precision | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: [B, H, L, D] in, ([B, L, H, D], None) out.
@@ -50,6 +52,7 @@ def attention_forward(
         "softcap": softcap or 0.0,
         "sinks": _sinks(s_aux, query),
         "dropout_p": dropout,
+        "precision": precision,
     }
     window = None if sliding_window is None else (sliding_window - 1, sliding_window - 1)
     if all(kwargs.get(name) is not None for name in _PACKED):
@@ -72,7 +75,7 @@ def attention_forward(
     return attention(query, key, value, **options).transpose(1, 2), None
 
 
-def register_transformers(name: str = "isograd") -> None:
+def register_transformers(name: str = "isograd", *, precision: Precision | None = None) -> None:
     """Make isograd's attention an attention implementation of Hugging Face transformers.
 
         isograd.torch.register_transformers()
@@ -81,6 +84,7 @@ def register_transformers(name: str = "isograd") -> None:
     Grouped heads, sliding windows, soft caps, sinks, position biases, padding, caches and packed sequences are served,
     with gradients for all of them. Masks are those of transformers' "sdpa": none for a batch without padding, else
     boolean [B, 1, Lq, Lk], also for a sliding window shorter than the sequence. A query that sees no key gives 0.
+    precision: that of `isograd.torch.attention`; one with "int16" needs a name of its own.
 
     Raises ImportError where transformers is missing or older than its `AttentionInterface` (4.53).
     """
@@ -91,5 +95,6 @@ def register_transformers(name: str = "isograd") -> None:
         raise ImportError(
             "isograd.torch.register_transformers needs transformers 4.53 or newer: pip install transformers"
         ) from error
-    AttentionInterface.register(name, attention_forward)
+    forward = attention_forward if precision is None else functools.partial(attention_forward, precision=precision)
+    AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, sdpa_mask)

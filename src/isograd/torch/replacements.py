@@ -1,5 +1,6 @@
 """Which of torch's functions `use()` replaces, and by what; which it leaves to torch, when and why."""
 
+import functools
 from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from isograd.errors import UnsupportedError
-from isograd.torch import dot_product, exported, indexing, losses
+from isograd.torch import dot_product, exported, indexing, losses, product_functions
 
 
 def _plain(kind: str) -> Callable[..., Tensor]:
@@ -102,6 +103,35 @@ REPLACED[torch.layer_norm] = ("torch.layer_norm", _plainly("layer_norm", _layer_
 REPLACED[torch.rms_norm] = ("torch.rms_norm", _plainly("rms_norm", exported.rms_norm))
 
 
+# What is replaced besides, or instead, where products are order-free too.
+PRODUCTS: dict[Any, tuple[str, Callable[..., Any]]] = {}
+for _call in (
+    product_functions.matmul,
+    product_functions.mm,
+    product_functions.mv,
+    product_functions.dot,
+    product_functions.bmm,
+    product_functions.addmm,
+    product_functions.addmv,
+    product_functions.baddbmm,
+):
+    for _module, _name in ((torch, "torch"), (Tensor, "torch.Tensor")):
+        PRODUCTS[getattr(_module, _call.__name__)] = (f"{_name}.{_call.__name__}", _plainly(_call.__name__, _call))
+for _function, _name, _call in (
+    (Tensor.__matmul__, "torch.Tensor.__matmul__", product_functions.matmul),
+    (Tensor.__rmatmul__, "torch.Tensor.__rmatmul__", product_functions.rmatmul),
+    (torch.linalg.matmul, "torch.linalg.matmul", product_functions.matmul),
+    (torch.einsum, "torch.einsum", product_functions.einsum),
+    (F.linear, "torch.nn.functional.linear", product_functions.linear),
+    (
+        F.scaled_dot_product_attention,
+        "torch.nn.functional.scaled_dot_product_attention",
+        functools.partial(dot_product.scaled_dot_product_attention, precision="int16"),
+    ),
+):
+    PRODUCTS[_function] = (_name, _plainly(_name.rpartition(".")[2], _call))
+
+
 class Left(NamedTuple):
     """A function that is left to torch: its name, the reason, and for which arguments it is worth a line."""
 
@@ -124,7 +154,7 @@ def _given(argument: str, place: int | None = None) -> Callable[[tuple[Any, ...]
     return given
 
 
-def _of_floats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def of_floats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Sums of integers are exact in any order."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
@@ -196,7 +226,7 @@ _leave(_SELECTED, _differentiated, [_TORCH, _METHOD], "take")
 # Products, convolutions, recurrent layers, norms, sums and the losses that are sums.
 _leave(
     _ORDER,
-    _of_floats,
+    of_floats,
     [_F],
     "linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
     "group_norm instance_norm batch_norm local_response_norm normalize cosine_similarity pairwise_distance "
@@ -208,13 +238,13 @@ _leave(
 )
 _leave(
     _ORDER,
-    _of_floats,
+    of_floats,
     [(torch.linalg, "torch.linalg")],
     "matmul multi_dot vecdot norm vector_norm matrix_norm",
 )
 _leave(
     _ORDER,
-    _of_floats,
+    of_floats,
     [_TORCH, _METHOD],
     "matmul __matmul__ __rmatmul__ mm bmm mv dot vdot inner addmm addmm_ addbmm addbmm_ baddbmm baddbmm_ addmv addmv_ "
     "einsum tensordot chain_matmul cdist lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell "

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Self, TypeVar, overload
+from typing import Any, Literal, Self, TypeVar, overload
 
 import torch
 from torch._dynamo.eval_frame import skip_code
@@ -22,9 +22,10 @@ from isograd.errors import DeviceMismatchError, IndexOutOfRangeError, InvalidPro
 from isograd.runtime import modes
 from isograd.runtime.blocks import held
 from isograd.torch import checkpoints
-from isograd.torch.replacements import LEFT, OPENED, OPENED_BACKWARDS, REPLACED, is_plain
+from isograd.torch.replacements import LEFT, OPENED, OPENED_BACKWARDS, PRODUCTS, REPLACED, is_plain, of_floats
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Products = Literal["int16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +164,9 @@ class Switch(TorchFunctionMode):
     A context manager that may be entered again, also inside its own block, and a decorator.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, products: Products | None = None) -> None:
         super().__init__()
+        self._products = products
         self._counts: Counter[tuple[str, bool, str]] = Counter()
         self._operators: Counter[str] = Counter()
         self._compiled: Counter[str] = Counter()  # those of the operators that compiled code called
@@ -260,8 +262,12 @@ class Switch(TorchFunctionMode):
         return self._handle(func, args, kwargs)
 
     def _handle(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if func in REPLACED:
-            name, call = REPLACED[func]
+        if self._products is not None and func in PRODUCTS and of_floats(args, kwargs):
+            found: tuple[str, Callable[..., Any]] | None = PRODUCTS[func]
+        else:
+            found = REPLACED.get(func)
+        if found is not None:
+            name, call = found
             try:
                 result = call(*args, **kwargs)
             except NOT_SERVED as error:
@@ -298,13 +304,19 @@ def _active() -> list[Switch]:
 _NOT_HELD = checkpoints.hold(_active)
 
 
-@overload
-def use(function: None = None) -> Switch: ...
-@overload
-def use(function: Function) -> Function: ...
+def checked_products(name: str, products: Any) -> None:
+    """Raise for another value of `products` than there is."""
+    if products not in (None, "int16"):
+        raise InvalidProblemError(f"{name}: products is {products!r}; accepted: int16, None")
 
 
-def use(function: Function | None = None) -> Switch | Function:
+@overload
+def use(function: None = None, *, products: Products | None = None) -> Switch: ...
+@overload
+def use(function: Function, *, products: Products | None = None) -> Function: ...
+
+
+def use(function: Function | None = None, *, products: Products | None = None) -> Switch | Function:
     """A context manager inside which torch's functions run on isograd's kernels where those can serve the call.
 
     Replaced: `torch.softmax`, `torch.log_softmax`, the same in `torch.special` and `torch.nn.functional`, the tensor
@@ -335,6 +347,12 @@ def use(function: Function | None = None) -> Switch | Function:
         @isograd.torch.use()      # around every call
         def step(batch): ...
 
+    products: "int16" replaces products of float16, bfloat16 and float32 too, by `isograd.torch.matmul` and `linear`
+    with that precision: `@`, `matmul`, `mm`, `bmm`, `mv`, `dot`, `addmm`, `addmv`, `baddbmm`, `linear`, `einsum` of two
+    operands, and so `nn.Linear` and the layers of `nn.Transformer`; `scaled_dot_product_attention` is computed by them
+    as well, all scores at once. Forward and backward no order shows then. An addition is one after the product's
+    rounding.
+
     The block is this thread's. It holds for gradients that are computed in it, and for the recomputation of a
     checkpoint of `torch.utils.checkpoint` that was made in it, wherever the gradient is computed; for checkpoints of
     other libraries compute the gradient in the block.
@@ -344,5 +362,6 @@ def use(function: Function | None = None) -> Switch | Function:
     fuses the elementwise operations between those to other bits than eager mode has. TorchScript is out of reach and
     not listed.
     """
-    switch = _Traced() if torch.compiler.is_compiling() else Switch()
+    checked_products("use", products)
+    switch = _Traced(products) if torch.compiler.is_compiling() else Switch(products)
     return switch if function is None else switch(function)

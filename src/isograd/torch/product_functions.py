@@ -1,0 +1,149 @@
+"""torch's functions that multiply matrices, by the order-free products of 16-bit integers (rule 10).
+
+Signatures and dtypes are torch's, under autocast too. What is served raises no error of torch's; for the rest there is
+an error of isograd's, and whoever replaces a function calls torch's then.
+"""
+
+import math
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from isograd.errors import InvalidProblemError, UnsupportedError
+from isograd.torch import products
+from isograd.torch.broadcasting import add
+from isograd.torch.tensors import require_same_dtype, require_tensor
+
+_PRECISION: Final = "int16"
+
+
+def _cast(name: str, *tensors: Any) -> list[Any]:
+    """The operands in the dtype that torch's own would multiply; None stays."""
+    for tensor in tensors:
+        if tensor is not None:
+            require_tensor(name, tensor, "an operand")
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    narrow = [t is not None and t.is_floating_point() and t.dtype is not torch.float64 for t in tensors]
+    return [t.to(dtype) if cast else t for t, cast in zip(tensors, narrow, strict=True)]
+
+
+def _require_dims(name: str, *operands: tuple[Tensor, int]) -> None:
+    for tensor, dims in operands:
+        if tensor.dim() != dims:
+            raise InvalidProblemError(f"{name}: an operand has {tensor.dim()} dimensions; expected {dims}")
+
+
+def matmul(input: Tensor, other: Tensor) -> Tensor:  # noqa: A002
+    """`torch.matmul`."""
+    input, other = _cast("matmul", input, other)  # noqa: A001
+    return products.matmul(input, other, precision=_PRECISION)
+
+
+def rmatmul(self: Tensor, other: Tensor) -> Tensor:
+    """`other @ self`."""
+    return matmul(other, self)
+
+
+def mm(input: Tensor, mat2: Tensor) -> Tensor:  # noqa: A002
+    """`torch.mm`."""
+    _require_dims("mm", (input, 2), (mat2, 2))
+    return matmul(input, mat2)
+
+
+def mv(input: Tensor, vec: Tensor) -> Tensor:  # noqa: A002
+    """`torch.mv`."""
+    _require_dims("mv", (input, 2), (vec, 1))
+    return matmul(input, vec)
+
+
+def dot(input: Tensor, tensor: Tensor) -> Tensor:  # noqa: A002
+    """`torch.dot`."""
+    _require_dims("dot", (input, 1), (tensor, 1))
+    return matmul(input, tensor)
+
+
+def bmm(input: Tensor, mat2: Tensor) -> Tensor:  # noqa: A002
+    """`torch.bmm`."""
+    _require_dims("bmm", (input, 3), (mat2, 3))
+    if input.shape[0] != mat2.shape[0]:
+        raise InvalidProblemError(f"bmm: batches of {input.shape[0]} and {mat2.shape[0]}; expected the same")
+    return matmul(input, mat2)
+
+
+def _plus(name: str, input: Tensor, product: Tensor, beta: Any, alpha: Any) -> Tensor:  # noqa: A002
+    """The sum `beta * input + alpha * product` with the order-free gradient of a broadcast input."""
+    product = product if alpha == 1 else alpha * product
+    if beta == 0:
+        return product
+    (input,) = _cast(name, input)  # noqa: A001
+    require_same_dtype(name, input, "input", product, "the product")
+    if input.dim() > product.dim() or torch.broadcast_shapes(input.shape, product.shape) != product.shape:  # type: ignore[no-untyped-call]
+        raise InvalidProblemError(f"{name}: input has shape {tuple(input.shape)}; the product {tuple(product.shape)}")
+    return add(product, input if beta == 1 else beta * input)
+
+
+def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:  # noqa: A002
+    """`torch.addmm`, the product rounded before the addition."""
+    return _plus("addmm", input, mm(mat1, mat2), beta, alpha)
+
+
+def addmv(input: Tensor, mat: Tensor, vec: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:  # noqa: A002
+    """`torch.addmv`, the product rounded before the addition."""
+    return _plus("addmv", input, mv(mat, vec), beta, alpha)
+
+
+def baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:  # noqa: A002
+    """`torch.baddbmm`, the product rounded before the addition."""
+    return _plus("baddbmm", input, bmm(batch1, batch2), beta, alpha)
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002
+    """`torch.nn.functional.linear`."""
+    input, weight, bias = _cast("linear", input, weight, bias)  # noqa: A001
+    return products.linear(input, weight, bias, precision=_PRECISION)
+
+
+def _contracted(a: Tensor, left: str, b: Tensor, right: str, result: str) -> Tensor:
+    """Two tensors whose axes have letters, summed over those that only they have."""
+    sizes: dict[str, int] = {}
+    for letters, tensor in ((left, a), (right, b)):
+        if len(letters) != tensor.dim() or len(set(letters)) != len(letters):
+            raise UnsupportedError("einsum: a letter occurs twice in an operand, or axes have none; accepted: one each")
+        for letter, size in zip(letters, tensor.shape, strict=True):
+            if sizes.setdefault(letter, size) != size:
+                raise UnsupportedError(f"einsum: {letter} has sizes {sizes[letter]} and {size}; accepted: one size")
+    if len(set(result)) != len(result) or not set(result) <= set(sizes):
+        raise InvalidProblemError(f"einsum: the result is {result!r}; expected letters of the operands, once each")
+    batch = [c for c in left if c in right and c in result]
+    summed = [c for c in left if c in right and c not in result]
+    rows, columns = ([c for c in of if c not in other] for of, other in ((left, right), (right, left)))
+    if alone := [c for c in rows + columns if c not in result]:
+        raise UnsupportedError(f"einsum: {alone[0]} is summed over one operand alone; accepted: letters of both")
+
+    def matrices(tensor: Tensor, letters: str, *groups: list[str]) -> Tensor:
+        moved = tensor.permute([letters.index(c) for group in groups for c in group])
+        return moved.reshape([math.prod(sizes[c] for c in group) for group in groups])
+
+    product = matmul(matrices(a, left, batch, rows, summed), matrices(b, right, batch, summed, columns))
+    order = [*batch, *rows, *columns]
+    return product.reshape([sizes[c] for c in order]).permute([order.index(c) for c in result])
+
+
+def einsum(equation: str, *operands: Any) -> Tensor:
+    """`torch.einsum` of two operands with letters for all axes."""
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str) or "." in equation or len(operands) != 2:
+        raise UnsupportedError("einsum: accepted: an equation of two operands without an ellipsis")
+    terms, arrow, result = equation.replace(" ", "").partition("->")
+    left, comma, right = terms.partition(",")
+    if not comma or "," in right:
+        raise InvalidProblemError(f"einsum: the equation is {equation!r}; expected one term for each of two operands")
+    if not arrow:
+        result = "".join(sorted(set(left) ^ set(right)))
+    a, b = _cast("einsum", *operands)
+    return _contracted(a, left, b, right, result)

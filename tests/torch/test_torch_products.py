@@ -1,0 +1,313 @@
+"""Order-free products where torch's are called: `use(products=...)`, `convert(..., products=...)`, attention."""
+
+import math
+
+import pytest
+
+pytest.importorskip("torch.library", reason="needs torch")
+import torch
+import torch.nn.functional as F  # noqa: N812
+from test_torch_convert import distance, model_of, step, words_of
+from torch import nn
+
+import isograd as ig
+import isograd.torch as igt
+from isograd.torch.broadcasting import add
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def random(*shape, dtype=torch.float32, seed=0, grad=True):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_(grad)
+
+
+def same(found, expected):
+    """Whether results and tuples of gradients have the same bits."""
+    return all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def with_gradients(call, *leaves):
+    y = call(*leaves)
+    dy = random(*y.shape, dtype=y.dtype, seed=9, grad=False)
+    return [y, *torch.autograd.grad(y, leaves, dy)]
+
+
+def product(a, b):
+    return igt.matmul(a, b, precision="int16")
+
+
+# --- the switch ------------------------------------------------------------------------------------------------------
+SPELLINGS = {
+    "torch.matmul": (torch.matmul, product, (2, 3, 5), (5, 4)),
+    "torch.Tensor.matmul": (lambda a, b: a @ b, product, (3, 5), (5, 4)),
+    "torch.Tensor.__rmatmul__": (lambda a, b: a.__rmatmul__(b), lambda a, b: product(b, a), (5, 4), (3, 5)),
+    "torch.linalg.matmul": (torch.linalg.matmul, product, (3, 5), (5,)),
+    "torch.mm": (torch.mm, product, (3, 5), (5, 4)),
+    "torch.Tensor.mv": (lambda a, b: a.mv(b), product, (3, 5), (5,)),
+    "torch.dot": (torch.dot, product, (5,), (5,)),
+    "torch.bmm": (torch.bmm, product, (2, 3, 5), (2, 5, 4)),
+    "torch.einsum": (
+        lambda a, b: torch.einsum("bqhd, bkhd -> bhqk", a, b),
+        lambda a, b: product(a.permute(0, 2, 1, 3), b.permute(0, 2, 3, 1)), (2, 3, 4, 5), (2, 6, 4, 5),
+    ),
+    "torch.nn.functional.linear": (
+        F.linear, lambda a, b: igt.linear(a, b, precision="int16"), (2, 3, 5), (4, 5),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_every_spelling_has_the_bits_of_the_product(name, dtype):
+    call, definition, *shapes = SPELLINGS[name]
+    leaves = [random(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
+    with igt.use(products="int16") as switch:
+        found = with_gradients(call, *leaves)
+    assert switch.report().replaced[name] == 1
+    assert not switch.report().not_replaced
+    assert same(found, with_gradients(definition, *leaves))
+    assert not torch.equal(found[0], call(*leaves)) or dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 4), (3, 1), (1, 4), ()], ids=str)
+def test_additions_to_a_product_and_their_gradients(shape):
+    c, a, b = random(*shape), random(3, 5, seed=1), random(5, 4, seed=2)
+    with igt.use(products="int16"):
+        found = with_gradients(torch.addmm, c, a, b)
+    assert same(found, with_gradients(lambda c, a, b: add(product(a, b), c), c, a, b))
+    torch.testing.assert_close(found, with_gradients(torch.addmm, c, a, b), rtol=1e-3, atol=1e-3)
+    # The sum of a broadcast operand's gradient has no order.
+    y = random(300, 7, grad=False) * torch.logspace(-9, 9, 300)[:, None]
+    order = torch.randperm(300, generator=torch.Generator().manual_seed(0))
+    bias = random(7)
+    (first,), (second,) = (torch.autograd.grad(add(y, bias), bias, g) for g in (y, y[order]))
+    assert torch.equal(first, second)
+    assert not torch.equal(y.sum(0), y[order].sum(0))
+
+
+def test_factors_and_batches():
+    c, a, b = random(2, 3, 4), random(2, 3, 5, seed=1), random(2, 5, 4, seed=2)
+    with igt.use(products="int16") as switch:
+        found = [
+            torch.baddbmm(c, a, b, beta=0.5, alpha=2),
+            torch.addmm(c[0], a[0], b[0], beta=0),
+            torch.addmv(c[0, :, 0], a[0], b[0, :, 0]),
+        ]
+    assert len(switch.report().replaced) == 3
+    exact = [0.5 * c + 2 * (a @ b), a[0] @ b[0], c[0, :, 0] + a[0] @ b[0, :, 0]]
+    torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-3)
+
+
+def test_what_products_do_not_serve_is_left_and_listed():
+    x = random(3, 3)
+    with igt.use(products="int16") as switch:
+        assert torch.equal(x.double() @ x.double(), torch.linalg.multi_dot([x.double(), x.double()]))
+        torch.einsum("ij->i", x)
+        torch.einsum("...ij,jk->...ik", x, x)
+        torch.einsum("ii,jk->ijk", x, x)
+        torch.matmul(x.detach(), x.detach(), out=torch.empty(3, 3))
+        x.long() @ x.long()
+        with pytest.raises(RuntimeError):
+            torch.mm(x, x[:2])
+    report = switch.report()
+    assert report.not_replaced == {
+        "torch.Tensor.matmul": 1, "torch.linalg.multi_dot": 1, "torch.einsum": 3, "torch.matmul": 1, "torch.mm": 1,
+    }  # fmt: skip
+    assert not report.replaced
+    with igt.use() as switch:
+        x @ x
+    assert switch.report().not_replaced == {"torch.Tensor.matmul": 1}
+    for call in (igt.use, lambda products: igt.convert(nn.Linear(2, 2), products=products)):
+        with pytest.raises(ig.errors.InvalidProblemError, match="products is 'int8'; accepted: int16, None"):
+            call(products="int8")
+
+
+def test_autocast_multiplies_in_its_dtype():
+    x, w = random(3, 5), random(4, 5, seed=1)
+    with torch.autocast("cpu", torch.bfloat16), igt.use(products="int16"):
+        y = F.linear(x, w)
+        o = F.scaled_dot_product_attention(x[None], x[None], x[None])
+    assert torch.equal(y, igt.linear(x.bfloat16(), w.bfloat16()))
+    assert o.dtype is torch.bfloat16
+
+
+def test_an_unmodified_layer_of_torch_has_no_order():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True)
+    x = random(3, 5, 16)
+    theirs = with_gradients(layer, x)
+    with igt.use(products="int16"), igt.audit(layer) as audit:
+        ours = with_gradients(layer, x)
+    assert [entry.operator for entry in audit.findings] == ["aten::randn"]  # of the gradient
+    torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.thorough
+def test_compiled_products():
+    layer = nn.Linear(5, 4)
+    x = random(3, 5)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def call(x):
+        return layer(x) @ layer.weight
+
+    with igt.use(products="int16") as switch:
+        found = call(x)
+    assert torch.equal(found, product(igt.linear(x, layer.weight, layer.bias, precision="int16"), layer.weight))
+    assert sum(switch.report().replaced.values()) == 2
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+def operands(dtype, grad=True):
+    return (
+        random(2, 4, 9, 16, dtype=dtype, seed=1, grad=grad), random(2, 2, 11, 16, dtype=dtype, seed=2, grad=grad),
+        random(2, 2, 11, 24, dtype=dtype, seed=3, grad=grad),
+    )  # fmt: skip
+
+
+CASES = {
+    "full": dict,
+    "causal window": lambda: {"causal": True, "window": (3, None)},
+    "softcap": lambda: {"softcap": 2.0, "scale": 0.7},
+    "sinks": lambda: {"sinks": random(4, seed=4)},
+    "bias": lambda: {"bias": random(1, 4, 1, 11, seed=5)},
+    "dropout": lambda: {"dropout_p": 0.3, "seed": 5},
+    "rows that see nothing": lambda: {
+        "mask": torch.rand(2, 1, 9, 11, generator=torch.Generator().manual_seed(6)) > 0.9
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_attention_by_products_is_near_the_exact_one(case, dtype):
+    options = CASES[case]()
+    extra = [t for t in options.values() if torch.is_tensor(t) and t.requires_grad]
+    leaves = [*operands(dtype), *extra]
+
+    def call(precision, leaves):
+        named = {key: t for key, t in options.items() if t is not extra[0]} if extra else dict(options)
+        if extra:
+            (key,) = set(options) - set(named)
+            named[key] = leaves[3]
+        o = igt.attention(*leaves[:3], **named, precision=precision)
+        dy = random(*o.shape, seed=9, grad=False).to(o.dtype)
+        return [o, *torch.autograd.grad(o, leaves, dy)]
+
+    found = call("int16", leaves)
+    exact = call(None, [t.detach().double().requires_grad_() for t in leaves])
+    most = 2e-2 if dtype is torch.bfloat16 else 3e-4
+    assert max(distance(found, exact)) < most
+    assert all(a.dtype is (dtype if i < 4 else torch.float32) for i, a in enumerate(found))
+
+
+def test_attention_by_products_has_no_order():
+    q, k, v = operands(torch.bfloat16)
+    order = torch.randperm(11, generator=torch.Generator().manual_seed(0))
+
+    def call(order):
+        shuffled = [q, k[:, :, order], v[:, :, order]]
+        return with_gradients(lambda *leaves: igt.attention(*leaves, precision="int16"), *shuffled)
+
+    o, dq, dk, dv = call(torch.arange(11))
+    assert same(call(order), [o, dq, dk[:, :, order], dv[:, :, order]])
+    # A sequence alone, and heads of k that are written out: the same values.
+    alone = igt.attention(q[1:], k[1:], v[1:], precision="int16")
+    assert torch.equal(alone, o[1:])
+    repeated = [t.repeat_interleave(2, 1) for t in (k, v)]
+    assert torch.equal(igt.attention(q, *repeated, precision="int16"), o)
+
+
+def test_attention_by_products_packed_and_in_torchs_spelling():
+    q, k, v = (random(1, 2, 12, 16, seed=i) for i in range(3))
+    ends = torch.tensor([0, 5, 12], dtype=torch.int32)
+    packed = igt.attention(q, k, v, cu_seqlens=(ends, ends), causal=True, precision="int16")
+    exact = igt.attention(q, k, v, cu_seqlens=(ends, ends), causal=True)
+    assert max(distance([packed], [exact])) < 3e-4
+    o = igt.scaled_dot_product_attention(q, k, v, is_causal=True, precision="int16")
+    with igt.use(products="int16"):
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v, is_causal=True), o)
+    assert torch.equal(igt.attention(q, k, v, causal=True, precision="int16"), o)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda a: a.update(precision="int8"), "precision is 'int8'; accepted: int16, None"),
+        (lambda a: a.update({n: a[n].double() for n in "qkv"}), "precision is 'int16' for float64"),
+        (lambda a: a.update(return_lse=True), "return_lse is True with precision 'int16'"),
+        (lambda a: a.update(k=a["k"].bfloat16()), "k has dtype torch.bfloat16 and q torch.float32"),
+        (lambda a: a.update(k=a["k"][:, :, 1:]), "as many rows of k as of v"),
+        (lambda a: a.update(q=a["q"][:, :3]), "heads of q that are a multiple"),
+        (lambda a: a.update(bias=torch.ones(1, 3, 9, 11)), "bias has shape"),
+        (lambda a: a.update(mask=torch.ones(9, 11)), "mask has dtype torch.float32"),
+        (lambda a: a.update(sinks=torch.ones(3)), "sinks has shape"),
+    ],
+)
+def test_errors_of_attention_by_products(change, words):
+    arguments = dict(zip("qkv", operands(torch.float32), strict=True)) | {"precision": "int16"}
+    change(arguments)
+    with pytest.raises(ig.errors.IsogradError, match=words):
+        igt.attention(*[arguments.pop(n) for n in "qkv"], **arguments)
+
+
+# --- convert ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "Llama",
+        "Olmoe",
+        *[pytest.param(kind, marks=pytest.mark.thorough) for kind in ("Qwen2", "Qwen3", "Mixtral", "Gemma")],
+    ],
+)
+def test_nothing_in_a_step_of_a_converted_model_depends_on_an_order(kind):
+    model, words = model_of(kind), words_of(2, 9)
+    before = step(model, words)
+    attributes = {name: set(module.__dict__) for name, module in model.named_modules()}
+    handle = igt.convert(model, products="int16")
+    with igt.use(), igt.audit(model) as audit:  # for the loss, which is a function
+        found = step(model, words)
+    assert audit.findings == ()  # nor on the machine
+    assert max(distance(found, before)) < 2e-3
+    report = handle.report()
+    assert report.replaced["Linear"] > 8
+    assert not [module for module in report.modules if module.passed]
+    assert "isograd.torch.attention in int16 instead of eager" in str(report)
+    assert igt.convert(model).report().replaced == {}
+    # The order of the sequences, and with it that of all sums over tokens, leaves no trace.
+    with igt.use():
+        turned = step(model, words.flip(0))
+    assert same([turned[0].flip(0), *turned[1:]], found)
+    handle.restore()
+    assert {name: set(module.__dict__) for name, module in model.named_modules()} == attributes
+    assert all(map(torch.equal, step(model, words), before))
+
+
+def test_layers_of_torch_are_converted():
+    torch.manual_seed(0)
+    inner = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, activation=nn.GELU(), batch_first=True)
+    model = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), inner, nn.GELU("tanh"))
+    x = random(3, 5, 8)
+    theirs = with_gradients(model, x)
+    with igt.convert(model, products="int16") as handle, igt.audit(model) as audit:
+        ours = with_gradients(model, x)
+    replaced = handle.report().replaced
+    assert (replaced["Linear"], replaced["SiLU"], replaced["GELU"]) == (3, 1, 2)
+    assert [entry.operator for entry in audit.findings] == ["aten::randn"]  # of the gradient
+    torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)
+    wide = nn.Linear(8, 4).double()
+    with igt.convert(wide, products="int16") as handle:
+        wide(x.double())
+        assert "1 calls of Linear went to torch: linear: precision is 'int16' for float64" in str(handle.report())
+
+
+def test_rotary_positions_are_those_of_the_table():
+    model = model_of("Llama").model
+    theirs = model.rotary_emb(torch.ones(1, 1, 1), torch.tensor([[0, 3, 31]]))
+    with igt.convert(model, products="int16"):
+        ours = model.rotary_emb(torch.ones(1, 1, 1), torch.tensor([[0, 3, 31]]))
+        beyond = model.rotary_emb(torch.ones(1, 1, 1), torch.tensor([[32]]))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    cos, sin = (torch.from_numpy(t)[[0, 3, 31]].repeat(1, 2)[None] for t in ig.rotary_table(32, 8))
+    assert same(ours, (cos, sin))
+    assert math.isclose(float(beyond[0][0, 0, 0]), math.cos(32), abs_tol=1e-5)
