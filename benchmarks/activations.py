@@ -1,0 +1,200 @@
+"""Gated activations and norms on a GPU, forward and backward, beside torch, torch.compile, Liger, quack and a copy.
+
+    python benchmarks/activations.py [--json FILE] [--only NAME ...] [--compile all] [--quick]
+
+The published digests are compared first. Times are medians of device events in rotated order after a flush of the
+second-level cache, of [32768, 4096] and [8192, 16384] elements. TB/s are algorithmic bytes: what has to be read and
+written, once; the copy moves as many. A backward pass is `torch.autograd.grad` with the gradients that a module needs.
+Compiling with Inductor takes most of the time of a run: only the graphs in bfloat16 are, unless `--compile all` is
+given.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from device_times import measure
+
+import isograd.torch as igt
+from isograd.cli import check
+from isograd.cli.bench_cuda import environment
+from isograd.cli.devices import DEVICES
+from isograd.cli.files import checked_file, save
+from isograd.cli.suites import SUITES
+from isograd.core.registry import kernels
+
+Function = Callable[..., torch.Tensor]
+SHAPES = ((32768, 4096), (8192, 16384))
+DTYPES = (torch.bfloat16, torch.float32)
+SECONDS = 0.15  # at least, of the rounds of one comparison
+
+
+@dataclass
+class Problem:
+    """An operation: its inputs, who computes it, and how many arrays of a problem's size it moves, there and back."""
+
+    name: str
+    inputs: tuple[torch.Tensor, ...]
+    functions: dict[str, Function]
+    forward: int
+    backward: int
+    compiled: Function | None = None  # what torch.compile gets, by default torch's
+
+
+def liger(module: str, name: str) -> Any:
+    """An autograd function of Liger's, or None."""
+    try:
+        return getattr(__import__(f"liger_kernel.ops.{module}", fromlist=[name]), name)
+    except (ImportError, AttributeError):
+        return None
+
+
+def quack() -> Any:
+    """The rmsnorm of quack, or None."""
+    try:
+        from quack.rmsnorm import rmsnorm
+    except ImportError:
+        return None
+    return rmsnorm
+
+
+def draw(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Normal variates that need a gradient."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, device="cuda", dtype=dtype, generator=generator).requires_grad_()
+
+
+def gated(shape: tuple[int, int], dtype: torch.dtype) -> Iterator[Problem]:
+    """The activation of a gate, times another tensor or another half."""
+    gate, up = draw(shape, dtype, 0), draw(shape, dtype, 1)
+    functions: dict[str, Function] = {"isograd": igt.silu_mul, "torch": lambda g, u: F.silu(g) * u}
+    if (kernel := liger("swiglu", "LigerSiLUMulFunction")) is not None:
+        functions["Liger"] = kernel.apply
+    yield Problem("silu_mul", (gate, up), functions, 3, 5)
+    functions = {
+        "isograd": lambda g, u: igt.gelu_mul(g, u, "tanh"),
+        "torch": lambda g, u: F.gelu(g, approximate="tanh") * u,
+    }
+    if (kernel := liger("geglu", "LigerGELUMulFunction")) is not None:
+        functions["Liger"] = kernel.apply
+    yield Problem("gelu_mul, tanh", (gate, up), functions, 3, 5)
+    packed = draw((shape[0], 2 * shape[1]), dtype, 2)
+
+    def torch_swiglu(x: torch.Tensor) -> torch.Tensor:
+        g, u = x.chunk(2, -1)
+        return F.silu(g) * u
+
+    yield Problem("swiglu, packed", (packed,), {"isograd": igt.swiglu, "torch": torch_swiglu}, 3, 5)
+
+
+def norms(shape: tuple[int, int], dtype: torch.dtype) -> Iterator[Problem]:
+    """Norms with their weights."""
+    x, weight, bias = draw(shape, dtype, 3), draw(shape[1:], dtype, 4), draw(shape[1:], dtype, 5)
+    functions: dict[str, Function] = {
+        "isograd": lambda x, w: igt.rms_norm(x, shape[1:], w, 1e-6),
+        "torch": lambda x, w: F.rms_norm(x, shape[1:], w, 1e-6),
+    }
+    if (kernel := liger("rms_norm", "LigerRMSNormFunction")) is not None:
+        functions["Liger"] = lambda x, w: kernel.apply(x, w, 1e-6, 0.0, "llama", False)
+    if (fused := quack()) is not None:
+        functions["quack"] = lambda x, w: fused(x, w, eps=1e-6)
+    yield Problem("rms_norm", (x, weight), functions, 2, 3)
+    functions = {
+        "isograd": lambda x, w, b: igt.layer_norm(x, shape[1:], w, b),
+        "torch": lambda x, w, b: F.layer_norm(x, shape[1:], w, b),
+    }
+    if (of_layers := liger("layer_norm", "LigerLayerNormFunction")) is not None:
+        functions["Liger"] = lambda x, w, b: of_layers.apply(x, w, b, 1e-5)
+    yield Problem("layer_norm", (x, weight, bias), functions, 2, 3)
+
+
+FAMILIES = {"gated": gated, "norms": norms}
+OPERATIONS = ("silu_mul", "gelu_mul", "rmsnorm", "layernorm")
+CHECKED = {f"{name}{kind}" for name in OPERATIONS for kind in ("", "_backward")}
+
+
+def timed(what: str, calls: dict[str, Callable[[], Any]], moved: int, scratch: torch.Tensor) -> dict[str, Any]:
+    """Milliseconds and TB/s of some calls and of a copy of as many bytes, printed."""
+    source, target = scratch[: moved // 2], scratch[moved // 2 : moved]
+    found = measure({"copy": lambda: target.copy_(source), **calls}, rounds=9, least=SECONDS)
+    rates = {name: moved / ms / 1e9 for name, ms in found.items()}
+    print(what)
+    for name, ms in found.items():
+        print(f"  {name:16} {ms:8.3f} ms {rates[name]:6.2f} TB/s", flush=True)
+    return {"what": what, "ms": found, "TB/s": rates}
+
+
+def ran(problem: Problem, compiles: bool, what: str, size: int, scratch: torch.Tensor) -> Iterator[dict[str, Any]]:
+    """The forward pass of every contender, then the backward."""
+    functions = dict(problem.functions)
+    if compiles:
+        torch._dynamo.reset()
+        functions["torch.compile"] = torch.compile(problem.compiled or functions["torch"], dynamic=False)
+    yield timed(
+        f"{problem.name}, {what}, forward",
+        {name: lambda f=f: f(*problem.inputs) for name, f in functions.items()},  # type: ignore[misc]
+        problem.forward * size, scratch,
+    )  # fmt: skip
+    backward: dict[str, Callable[[], Any]] = {}
+    dy = None
+    for name, function in functions.items():
+        try:
+            y = function(*problem.inputs)
+        except Exception as error:  # a project that refuses the problem; the forward pass has said so
+            print(f"  {name}: {error!r}"[:120])
+            continue
+        dy = torch.randn_like(y) if dy is None else dy
+        # Liger writes gradients into what it saved: what it computes from the second time on is no gradient.
+        backward[name] = lambda y=y, dy=dy: torch.autograd.grad(y, problem.inputs, dy, retain_graph=True)  # type: ignore[misc]
+    yield timed(f"{problem.name}, {what}, backward", backward, problem.backward * size, scratch)
+
+
+def check_digests() -> int:
+    """Compare results of all that is timed with the published digests; return how many."""
+    published, count = check.published()["results"], 0
+    for entry in kernels():
+        if entry.device != "cuda" or entry.operation not in CHECKED or entry.dtype not in ("bfloat16", "float32"):
+            continue
+        run = check.Runner(SUITES[entry.operation], entry, DEVICES["cuda"])
+        for case in SUITES[entry.operation].cases(entry.dtype):
+            if case.name.startswith("40 x 256"):
+                found, known = check.results_digest(run(case)), published[entry.operation][entry.dtype][case.name]
+                if found != known:
+                    raise SystemExit(f"{entry.operation}, {case.name} has the digest {found}; published: {known}")
+                count += 1
+    return count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs="+", choices=list(FAMILIES), default=list(FAMILIES), metavar="NAME")
+    parser.add_argument("--compile", choices=["bfloat16", "all"], default="bfloat16", help="which graphs are compiled")
+    parser.add_argument("--quick", action="store_true", help="small problems; the figures compare nothing")
+    arguments = parser.parse_args()
+    checked_file(arguments.json, "--json")
+    checked = check_digests()
+    print(f"{checked} results have the published digests")
+    results: list[dict[str, Any]] = []
+    shapes = [(256, n) for _, n in SHAPES] if arguments.quick else SHAPES
+    largest = 5 * max(rows * n for rows, n in shapes) * 4
+    scratch = torch.empty(largest, dtype=torch.uint8, device="cuda")
+    for dtype in DTYPES:
+        for shape in shapes:
+            size = shape[0] * shape[1] * dtype.itemsize
+            compiles = arguments.compile == "all" or dtype is torch.bfloat16
+            for family in arguments.only:
+                for problem in FAMILIES[family](shape, dtype):
+                    results += ran(problem, compiles, f"{list(shape)}, {dtype}", size, scratch)
+    if arguments.json:
+        document = {"environment": environment(), "checked": checked, "results": results}
+        save(arguments.json, lambda path: path.write_text(json.dumps(document, indent=1) + "\n", "utf-8"))
+
+
+if __name__ == "__main__":
+    main()
