@@ -1,4 +1,4 @@
-"""Gated activations and norms on a GPU, forward and backward, beside torch, torch.compile, Liger, quack and a copy.
+"""Activations and norms on a GPU, forward and backward, beside torch, torch.compile, Liger, quack and a copy.
 
     python benchmarks/activations.py [--json FILE] [--only NAME ...] [--compile all] [--quick]
 
@@ -92,6 +92,13 @@ def gated(shape: tuple[int, int], dtype: torch.dtype) -> Iterator[Problem]:
     yield Problem("swiglu, packed", (packed,), {"isograd": igt.swiglu, "torch": torch_swiglu}, 3, 5)
 
 
+def alone(shape: tuple[int, int], dtype: torch.dtype) -> Iterator[Problem]:
+    """Activations that gate nothing."""
+    x = draw(shape, dtype, 0)
+    yield Problem("silu", (x,), {"isograd": igt.silu, "torch": F.silu}, 2, 3)
+    yield Problem("gelu", (x,), {"isograd": igt.gelu, "torch": F.gelu}, 2, 3)
+
+
 def norms(shape: tuple[int, int], dtype: torch.dtype) -> Iterator[Problem]:
     """Norms with their weights."""
     x, weight, bias = draw(shape, dtype, 3), draw(shape[1:], dtype, 4), draw(shape[1:], dtype, 5)
@@ -113,8 +120,8 @@ def norms(shape: tuple[int, int], dtype: torch.dtype) -> Iterator[Problem]:
     yield Problem("layer_norm", (x, weight, bias), functions, 2, 3)
 
 
-FAMILIES = {"gated": gated, "norms": norms}
-OPERATIONS = ("silu_mul", "gelu_mul", "rmsnorm", "layernorm")
+FAMILIES = {"gated": gated, "alone": alone, "norms": norms}
+OPERATIONS = ("silu_mul", "gelu_mul", "silu", "gelu", "rmsnorm", "layernorm")
 CHECKED = {f"{name}{kind}" for name in OPERATIONS for kind in ("", "_backward")}
 
 

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd.core import arrays, encoder
-from isograd.elementwise.api import Approximate
 from isograd.errors import UnsupportedError
 from isograd.reduction.axes import Axes
 from isograd.tape import choice_rules, rules, variable
@@ -94,21 +93,6 @@ def sigmoid(x: T) -> T:
 def relu(x: T) -> T:
     """max(x, 0), NaN for NaN; the slope at 0 is 0."""
     result: T = _call(rules.relu, x)
-    return result
-
-
-def silu(x: T) -> T:
-    """The product x * sigmoid(x); its bound is that of `isograd.elementwise.api.silu`."""
-    result: T = _call(rules.silu, x)
-    return result
-
-
-def gelu(x: T, approximate: Approximate = "none") -> T:
-    """The product x * Phi(x), Phi the normal distribution function, or with approximate="tanh" its tanh form.
-
-    Its bounds are those of `isograd.elementwise.api.gelu`.
-    """
-    result: T = _call(rules.gelu, x, approximate=approximate)
     return result
 
 

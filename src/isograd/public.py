@@ -9,7 +9,6 @@ with default_environment():
     from isograd.array_functions import (
         equal,
         exp,
-        gelu,
         greater,
         greater_equal,
         less,
@@ -25,7 +24,6 @@ with default_environment():
         power,
         relu,
         sigmoid,
-        silu,
         sqrt,
         sum,  # noqa: A004 - NumPy's name
         tanh,
@@ -174,7 +172,6 @@ __all__ = [
     "embedding_backward",
     "equal",
     "exp",
-    "gelu",
     "get_num_threads",
     "greater",
     "greater_equal",
@@ -200,7 +197,6 @@ __all__ = [
     "segment_sum",
     "set_num_threads",
     "sigmoid",
-    "silu",
     "sqrt",
     "sum",
     "take_along_axis",

@@ -199,7 +199,7 @@ def test_experts_are_those_of_transformers():
     theirs = model(x)
     with igt.convert(model) as handle:
         ours, alone = model(x), model(x[:1, :1])
-        assert handle.report().replaced == {"MixtralTopKRouter": 1, "MixtralExperts": 1}
+        assert handle.report().replaced == {"MixtralTopKRouter": 1, "MixtralExperts": 1, "SiLUActivation": 1}
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(ours[:1, :1], alone, rtol=1e-5, atol=1e-6)
 
@@ -311,6 +311,16 @@ def test_gated_activations_are_one_operation(activation):
     hook.remove()
     handle.restore()
     assert mlp(x).equal(own)
+
+
+def test_activations_by_themselves():
+    model = nn.Sequential(nn.SiLU(), nn.GELU(), nn.GELU("tanh"), nn.SiLU(inplace=True))
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    handle = igt.convert(model)
+    assert handle.report().replaced == {"SiLU": 1, "GELU": 2}
+    assert "left: no operation of isograd's in place" in str(handle.report())
+    assert all(m(x).equal(e) for m, e in zip(model, (igt.silu(x), igt.gelu(x), igt.gelu(x, "tanh")), strict=False))
+    assert handle.report().modules[1].passed == ()
 
 
 def test_calls_that_cannot_be_served_go_to_torch_and_are_counted():

@@ -115,6 +115,8 @@ FUNCTIONS = [
     ),
     ("kl_div", [(X, X.exp())], [((X, X[:1]), "target has shape"), ((X, X.double()), "target has dtype")]),
     ("distillation_loss", [(X, X)], [((X, X[:1]), ""), ((X, X, -1.0), "temperature is")]),
+    ("silu", [(X,)], [((INTEGERS,), "input has dtype"), ((None,), "input")]),
+    ("gelu", [(X,), (X, "tanh")], [((X, "erf"), "approximate is 'erf'"), ((INTEGERS,), "input has dtype")]),
     ("silu_mul", [(X, X)], [((X, X[:1]), "gate has shape"), ((X, X.double()), ""), ((INTEGERS, X), "gate has dtype")]),
     ("gelu_mul", [(X, X, "tanh")], [((X, X, "erf"), "approximate is 'erf'"), ((X, X[:1]), "gate has shape")]),
     ("swiglu", [(X,)], [((X[:, :3],), "input has shape"), ((None,), "input")]),

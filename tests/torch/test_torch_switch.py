@@ -254,6 +254,26 @@ def test_layer_norms_are_replaced():
     assert switch.report().not_replaced == {"torch.nn.functional.layer_norm": 1}
 
 
+def test_activations_are_replaced():
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    modules = (torch.nn.SiLU(), torch.nn.GELU(), torch.nn.GELU("tanh"))
+    with igt.use() as switch:
+        found = [F.silu(x), F.gelu(x, approximate="tanh"), *[m(x) for m in modules]]
+    expected = [igt.silu(x), igt.gelu(x, "tanh"), igt.silu(x), igt.gelu(x), igt.gelu(x, "tanh")]
+    assert all(map(torch.equal, found, expected))
+    assert switch.report().replaced == {"torch.nn.functional.silu": 2, "torch.nn.functional.gelu": 3}
+    leaf = x.clone().requires_grad_()
+    y = leaf * 1
+    with igt.use():
+        torch.nn.SiLU(inplace=True)(y)
+        (gradient,) = torch.autograd.grad(y.sum(), leaf)
+    assert torch.equal(y, igt.silu(x))
+    assert torch.equal(gradient, ig.silu_backward(torch.ones_like(x), x))
+    with igt.use() as switch:
+        F.silu(torch.ones(2, dtype=torch.complex64))
+    assert switch.report().not_replaced == {"torch.nn.functional.silu": 1}
+
+
 def test_the_switch_as_a_decorator():
     x = torch.randn(2, 3)
     switch = igt.use()
@@ -459,6 +479,7 @@ def test_an_unmodified_transformer_trains_as_with_torch():
         "torch.nn.functional.layer_norm": 400,
         "torch.nn.functional.softmax": 100,
         "torch.nn.functional.log_softmax": 100,
+        "torch.nn.functional.gelu": 100,
         "torch.nn.functional.scaled_dot_product_attention": 100,
     }
     assert report.not_replaced.keys() == {

@@ -5,7 +5,7 @@ of the same shape and dtype. Anything else raises InvalidProblemError (no array,
 UnsupportedError (another dtype).
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,25 +80,6 @@ def sigmoid_backward(dy: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
     return _run(numba_kernels.sigmoid_backward, dy, y)
 
 
-def silu(x: NDArray[Any]) -> NDArray[Any]:
-    """The product x * sigmoid(x); -0 at -inf.
-
-    With u = 2^-24 (float64: 2^-53) the result is off by at most 5.2 u |silu(x)| + (1 + |x|) 2^-149 (float64: 2^-1074),
-    plus half an ulp of a 16-bit result. The last term covers a sigmoid that is subnormal.
-    """
-    return _run(numba_kernels.silu, require_array("silu", "x", x))
-
-
-def silu_backward(dy: NDArray[Any], x: NDArray[Any]) -> NDArray[Any]:
-    """The gradient of silu(x) for the upstream gradient dy: dy * s * (1 + x * (1 - s)), s = sigmoid(x).
-
-    dy has the shape and dtype of x. With u = 2^-24 (float64: 2^-53) the result is off by at most
-    10 u |dy| s (1 + |x| (1 - s)) + (1 + |x|) (1 + |dy|) 2^-149 (float64: 2^-1074), plus half an ulp of a 16-bit result.
-    """
-    _require_like("silu_backward", dy, "x", x)
-    return _run(numba_kernels.silu_backward, dy, x)
-
-
 def tanh(x: NDArray[Any]) -> NDArray[Any]:
     """The hyperbolic tangent, off by at most 3.5 u of the value (u = 2^-24, float64: 2^-53).
 
@@ -115,39 +96,6 @@ def tanh_backward(dy: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
     """
     _require_like("tanh_backward", dy, "y", y)
     return _run(numba_activations.tanh_backward, dy, y)
-
-
-Approximate = Literal["none", "tanh"]
-
-
-def _form(operation: str, approximate: str, exact: Any, tanh_form: Any) -> Any:
-    if approximate not in ("none", "tanh"):
-        raise InvalidProblemError(f"{operation}: approximate is {approximate!r}; accepted: 'none', 'tanh'")
-    return exact if approximate == "none" else tanh_form
-
-
-def gelu(x: NDArray[Any], approximate: Approximate = "none") -> NDArray[Any]:
-    """The product x * Phi(x), Phi the normal distribution function, or its tanh form; -0 at -inf.
-
-    With u = 2^-24 (float64: 2^-53) and t = 2^-149 (2^-1074) the result is off by at most 8 u |gelu(x)| + t, for the
-    tanh form x s(v), s(v) = 1 / (1 + exp(-v)), by at most (4 + 3 |v| (1 - s)) u |x| s + (1 + |x|) t; each plus half
-    an ulp of a 16-bit result.
-    """
-    kernel = _form("gelu", approximate, numba_activations.gelu, numba_activations.gelu_tanh)
-    return _run(kernel, require_array("gelu", "x", x))
-
-
-def gelu_backward(dy: NDArray[Any], x: NDArray[Any], approximate: Approximate = "none") -> NDArray[Any]:
-    """The gradient of gelu(x) for the upstream gradient dy: dy * (Phi(x) + x * phi(x)).
-
-    dy has the shape and dtype of x. With u and t as for `gelu`, and phi the density, the result is off by at most
-    8 u |dy| (Phi(x) + |x| phi(x)) + (1 + |x|) (1 + |dy|) t. For the tanh form, whose derivative is
-    s (1 + x v' (1 - s)), by at most (4 + 3 |v|) u |dy| s (1 + |x| v' (1 - s)) + (1 + |x| v') (1 + |dy|) t. Each plus
-    half an ulp of a 16-bit result.
-    """
-    _require_like("gelu_backward", dy, "x", x)
-    backward, tanh_form = numba_activations.gelu_backward, numba_activations.gelu_tanh_backward
-    return _run(_form("gelu_backward", approximate, backward, tanh_form), dy, x)
 
 
 # --- powers ----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""tanh and both forms of gelu on the CPU, over a range of a contiguous array; see `reference.py`."""
+"""tanh on the CPU over a range of a contiguous array; silu and both forms of gelu of blocks; see `reference.py`."""
 
 import math
 from typing import Any
@@ -8,6 +8,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
+from isograd.elementwise.numba_kernels import silu_slope, silu_value
 from isograd.elementwise.reference import GELU_CLAMP, GELU_TANH_32, GELU_TANH_64
 from isograd.numerics import constants as c
 from isograd.numerics import numba_ops as ops
@@ -24,6 +25,8 @@ from isograd.numerics.numba_memory import (
     work_zero,
 )
 from isograd.runtime.numba_compile import INLINED, device_function, kernel
+
+FORMS = {"silu": 0, "none": 1, "tanh": 2}
 
 
 def tanh_value(x: Any) -> Any:
@@ -124,6 +127,34 @@ def gelu_tanh_slope(x):
     return n / (d * d)
 
 
+@device_function
+def values(x, y, count, form):
+    """Put silu of block x, or a form of gelu as `FORMS` counts them, into block y."""
+    if form == 0:
+        for i in range(count):
+            store(y, i, silu_value(load(x, i)))
+    elif form == 1:
+        for i in range(count):
+            store(y, i, gelu_value(load(x, i)))
+    else:
+        for i in range(count):
+            store(y, i, gelu_tanh_value(load(x, i)))
+
+
+@device_function
+def slopes(x, y, count, form):
+    """Put their derivatives there."""
+    if form == 0:
+        for i in range(count):
+            store(y, i, silu_slope(load(x, i)))
+    elif form == 1:
+        for i in range(count):
+            store(y, i, gelu_slope(load(x, i)))
+    else:
+        for i in range(count):
+            store(y, i, gelu_tanh_slope(load(x, i)))
+
+
 @kernel
 def tanh(like, x_address, y_address, start, stop):
     x, y = pointer(x_address, like), pointer(y_address, like)
@@ -133,30 +164,6 @@ def tanh(like, x_address, y_address, start, stop):
         load_block(x, j, 1, count, block)
         for i in range(count):
             store(block, i, tanh_value(load(block, i)))
-        store_block(y, j, 1, count, block)
-
-
-@kernel
-def gelu(like, x_address, y_address, start, stop):
-    x, y = pointer(x_address, like), pointer(y_address, like)
-    block = stack_block(work_zero(like))
-    for j in range(start, stop, BLOCK):
-        count = min(stop - j, BLOCK)
-        load_block(x, j, 1, count, block)
-        for i in range(count):
-            store(block, i, gelu_value(load(block, i)))
-        store_block(y, j, 1, count, block)
-
-
-@kernel
-def gelu_tanh(like, x_address, y_address, start, stop):
-    x, y = pointer(x_address, like), pointer(y_address, like)
-    block = stack_block(work_zero(like))
-    for j in range(start, stop, BLOCK):
-        count = min(stop - j, BLOCK)
-        load_block(x, j, 1, count, block)
-        for i in range(count):
-            store(block, i, gelu_tanh_value(load(block, i)))
         store_block(y, j, 1, count, block)
 
 
@@ -171,32 +178,4 @@ def tanh_backward(like, dy_address, y_address, dx_address, start, stop):
         load_block(y, j, 1, count, b)
         for i in range(count):
             store(b, i, tanh_gradient(load(a, i), load(b, i)))
-        store_block(dx, j, 1, count, b)
-
-
-@kernel
-def gelu_backward(like, dy_address, x_address, dx_address, start, stop):
-    dy, x, dx = pointer(dy_address, like), pointer(x_address, like), pointer(dx_address, like)
-    zero = work_zero(like)
-    a, b = stack_block(zero), stack_block(zero)
-    for j in range(start, stop, BLOCK):
-        count = min(stop - j, BLOCK)
-        load_block(dy, j, 1, count, a)
-        load_block(x, j, 1, count, b)
-        for i in range(count):
-            store(b, i, load(a, i) * gelu_slope(load(b, i)))
-        store_block(dx, j, 1, count, b)
-
-
-@kernel
-def gelu_tanh_backward(like, dy_address, x_address, dx_address, start, stop):
-    dy, x, dx = pointer(dy_address, like), pointer(x_address, like), pointer(dx_address, like)
-    zero = work_zero(like)
-    a, b = stack_block(zero), stack_block(zero)
-    for j in range(start, stop, BLOCK):
-        count = min(stop - j, BLOCK)
-        load_block(dy, j, 1, count, a)
-        load_block(x, j, 1, count, b)
-        for i in range(count):
-            store(b, i, load(a, i) * gelu_tanh_slope(load(b, i)))
         store_block(dx, j, 1, count, b)

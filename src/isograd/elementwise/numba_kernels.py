@@ -150,29 +150,3 @@ def sigmoid_backward(like, dy_address, y_address, dx_address, start, stop):
         for i in range(count):
             store(b, i, sigmoid_gradient(load(a, i), load(b, i)))
         store_block(dx, j, 1, count, b)
-
-
-@kernel
-def silu(like, x_address, y_address, start, stop):
-    x, y = pointer(x_address, like), pointer(y_address, like)
-    block = stack_block(work_zero(like))
-    for j in range(start, stop, BLOCK):
-        count = min(stop - j, BLOCK)
-        load_block(x, j, 1, count, block)
-        for i in range(count):
-            store(block, i, silu_value(load(block, i)))
-        store_block(y, j, 1, count, block)
-
-
-@kernel
-def silu_backward(like, dy_address, x_address, dx_address, start, stop):
-    dy, x, dx = pointer(dy_address, like), pointer(x_address, like), pointer(dx_address, like)
-    zero = work_zero(like)
-    a, b = stack_block(zero), stack_block(zero)
-    for j in range(start, stop, BLOCK):
-        count = min(stop - j, BLOCK)
-        load_block(dy, j, 1, count, a)
-        load_block(x, j, 1, count, b)
-        for i in range(count):
-            store(b, i, load(a, i) * silu_slope(load(b, i)))
-        store_block(dx, j, 1, count, b)

@@ -1,5 +1,9 @@
 """The names of operations; written by `python tools/update_names.py`."""
 
+from isograd.ops.activation.api import (
+    gelu,
+    silu,
+)
 from isograd.ops.distillation_loss.api import (
     distillation_loss,
 )
@@ -38,6 +42,7 @@ from isograd.ops.sparsemax.api import (
 
 __all__ = [
     "distillation_loss",
+    "gelu",
     "gelu_mul",
     "gumbel_softmax",
     "kl_div",
@@ -50,6 +55,7 @@ __all__ = [
     "renormalize",
     "rmsnorm",
     "router_z_loss",
+    "silu",
     "silu_mul",
     "softmax",
     "sparsemax",

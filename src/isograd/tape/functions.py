@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd.core.arrays import copied, describe_mask
-from isograd.elementwise.api import Approximate
 from isograd.errors import InvalidProblemError
 from isograd.flash_attention import api as attention_family
 from isograd.flash_attention.options import AttentionOptions
@@ -90,11 +89,6 @@ def relu(x: Variable) -> Variable:
     return apply(rules.relu, x)
 
 
-def silu(x: Variable) -> Variable:
-    """The product x * sigmoid(x)."""
-    return apply(rules.silu, x)
-
-
 def tanh(x: Variable) -> Variable:
     """The hyperbolic tangent."""
     return apply(rules.tanh, x)
@@ -103,11 +97,6 @@ def tanh(x: Variable) -> Variable:
 def sigmoid(x: Variable) -> Variable:
     """The logistic function 1 / (1 + exp(-x))."""
     return apply(rules.sigmoid, x)
-
-
-def gelu(x: Variable, approximate: Approximate = "none") -> Variable:
-    """The product x * Phi(x), or its tanh form."""
-    return apply(rules.gelu, x, approximate=approximate)
 
 
 def maximum(a: Operand, b: Operand) -> Variable:

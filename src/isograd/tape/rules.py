@@ -13,7 +13,7 @@ and silences NumPy's warnings. With g for the upstream gradient:
     exp        RN(g * y), y as stored            log    RN(g / x)
     sqrt       RN(RN(g / 2) / y), y as stored    relu   g where x > 0 or x is NaN, else 0
     mean       RN(g / count)                     matmul da = g @ b^T, db = a^T @ g, broadcast batches inside the product
-    power, tanh, sigmoid, silu, gelu             as in `elementwise/reference.py`
+    power, tanh, sigmoid                         as in `elementwise/reference.py`
 """
 
 import math
@@ -197,11 +197,6 @@ def relu(x: Array) -> Result:
     return np.where(off, zero, x), (lambda g: np.where(off, zero, g),)
 
 
-def silu(x: Array) -> Result:
-    """The product x * sigmoid(x)."""
-    return elementwise.silu(x), (lambda g: elementwise.silu_backward(g, x),)
-
-
 def tanh(x: Array) -> Result:
     """The hyperbolic tangent."""
     y = elementwise.tanh(x)
@@ -212,11 +207,6 @@ def sigmoid(x: Array) -> Result:
     """The logistic function."""
     y = elementwise.sigmoid(x)
     return y, (lambda g: elementwise.sigmoid_backward(g, y),)
-
-
-def gelu(x: Array, approximate: elementwise.Approximate) -> Result:
-    """The product x * Phi(x), or its tanh form."""
-    return elementwise.gelu(x, approximate), (lambda g: elementwise.gelu_backward(g, x, approximate),)
 
 
 def sum(x: Array, axis: Axes, keepdims: bool) -> Result:  # noqa: A001 - NumPy's name

@@ -9,13 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd.core.checks import real_number
-from isograd.elementwise.api import Approximate
 from isograd.errors import InvalidProblemError
 from isograd.numerics.reference import narrow, work_dtype
 from isograd.numerics.storage import dtype_name, plain_array
+from isograd.ops.activation import api as activation
 from isograd.ops.softmax import api as softmax
 from isograd.runtime.fenv import default_environment
 from isograd.tape import choice_rules, index_rules, rules
+from isograd.typing import Approximate
 
 if TYPE_CHECKING:
     from isograd.tape.recording import Frame, Tape
@@ -171,7 +172,7 @@ class Variable:
 
     def silu(self) -> Variable:
         """The product x * sigmoid(x)."""
-        return apply(rules.silu, self)
+        return activation.silu(self)
 
     def tanh(self) -> Variable:
         """The hyperbolic tangent."""
@@ -183,7 +184,7 @@ class Variable:
 
     def gelu(self, approximate: Approximate = "none") -> Variable:
         """The product x * Phi(x), or its tanh form."""
-        return apply(rules.gelu, self, approximate=approximate)
+        return activation.gelu(self, approximate)
 
     def softmax(self, axis: int = -1) -> Variable:
         """Softmax over an axis."""

@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from isograd.ops.router import torch as routing
 from isograd.rotary import rotary_table
-from isograd.torch.exported import gelu_mul, layer_norm, rms_norm, silu_mul
+from isograd.torch.exported import gelu, gelu_mul, layer_norm, rms_norm, silu, silu_mul
 from isograd.torch.indexing import embedding
 from isograd.torch.product_functions import linear
 from isograd.torch.switch import use
@@ -51,6 +51,18 @@ def _torch_rms_norm(m: Any, x: Tensor) -> Tensor:
     return _stored(rms_norm(wide, m.normalized_shape, weight, eps), x)
 
 
+def _silu(m: Any, input: Tensor) -> Tensor:  # noqa: A002
+    return silu(input)
+
+
+def _gelu(m: Any, input: Tensor) -> Tensor:  # noqa: A002
+    return gelu(input, getattr(m, "approximate", "none"))
+
+
+def _gelu_tanh(m: Any, input: Tensor) -> Tensor:  # noqa: A002
+    return gelu(input, "tanh")
+
+
 def _switched(m: Any, *args: Any, **kwargs: Any) -> Any:
     with use():
         return type(m).forward(m, *args, **kwargs)
@@ -63,18 +75,6 @@ def _switched_products(m: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _linear(m: Any, input: Tensor) -> Tensor:  # noqa: A002
     return linear(input, m.weight, m.bias)
-
-
-def _activated_silu(m: Any, input: Tensor) -> Tensor:  # noqa: A002
-    return silu_mul(input, torch.ones_like(input))
-
-
-def _activated_gelu(m: Any, input: Tensor) -> Tensor:  # noqa: A002
-    return gelu_mul(input, torch.ones_like(input), getattr(m, "approximate", "none"))
-
-
-def _activated_gelu_tanh(m: Any, input: Tensor) -> Tensor:  # noqa: A002
-    return gelu_mul(input, torch.ones_like(input), "tanh")
 
 
 # --- transformers ----------------------------------------------------------------------------------------------------
@@ -133,24 +133,26 @@ def _router_products(m: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Ten
     return _router(m, hidden_states, linear)
 
 
-def _silu(m: Any, gate: Tensor, up: Tensor) -> Tensor:
+def _silu_mul(m: Any, gate: Tensor, up: Tensor) -> Tensor:
     return silu_mul(gate, up)
 
 
-def _gelu(m: Any, gate: Tensor, up: Tensor) -> Tensor:
+def _gelu_mul(m: Any, gate: Tensor, up: Tensor) -> Tensor:
     return gelu_mul(gate, up, getattr(m, "approximate", "none"))
 
 
-def _gelu_tanh(m: Any, gate: Tensor, up: Tensor) -> Tensor:
+def _gelu_tanh_mul(m: Any, gate: Tensor, up: Tensor) -> Tensor:
     return gelu_mul(gate, up, "tanh")
 
 
-_GATES: dict[str, Call] = {
-    "torch.nn.modules.activation.SiLU": _silu,
-    "torch.nn.modules.activation.GELU": _gelu,
-    "transformers.activations.SiLUActivation": _silu,
-    "transformers.activations.GELUActivation": _gelu,
-    "transformers.activations.GELUTanh": _gelu_tanh,
+# By themselves, and of a gate.
+_ACTIVATIONS: dict[str, tuple[Call, Call]] = {
+    "torch.nn.modules.activation.SiLU": (_silu, _silu_mul),
+    "torch.nn.modules.activation.GELU": (_gelu, _gelu_mul),
+    "transformers.activations.SiLUActivation": (_silu, _silu_mul),
+    "transformers.activations.GELUActivation": (_gelu, _gelu_mul),
+    "transformers.activations.GELUTanh": (_gelu_tanh, _gelu_tanh_mul),
+    "transformers.activations.NewGELUActivation": (_gelu_tanh, _gelu_tanh_mul),
 }
 
 
@@ -158,7 +160,7 @@ def _gated(m: Module, gate: Tensor, up: Tensor) -> Tensor:
     """`m(gate) * up` for the activations that `_refused` lets pass; hooks of the activation see a call of its own."""
     if m._forward_pre_hooks or m._forward_hooks or m._backward_pre_hooks or m._backward_hooks:
         return cast(Tensor, m(gate)) * up
-    result: Tensor = _GATES[_name_of(type(m))](m, gate, up)
+    result: Tensor = _ACTIVATIONS[_name_of(type(m))][1](m, gate, up)
     return result
 
 
@@ -218,6 +220,9 @@ for _name in (
 ):
     _KNOWN[f"torch.nn.modules.{_name}"] = _switched, "its functions, as in isograd.torch.use"
 
+for _name, (_call, _) in _ACTIVATIONS.items():
+    _KNOWN[_name] = _call, f"isograd.torch.{'silu' if _call is _silu else 'gelu'}"
+
 # By order-free products, in place of what stands in the other tables.
 _BY_PRODUCTS: dict[str, tuple[Call, str]] = {
     "torch.nn.modules.linear.Linear": (_linear, "isograd.torch.linear in int16"),
@@ -226,25 +231,13 @@ _BY_PRODUCTS: dict[str, tuple[Call, str]] = {
 for _name in ("activation.MultiheadAttention", "transformer.TransformerEncoder", "transformer.TransformerEncoderLayer"):
     _note = 'its functions, as in isograd.torch.use(products="int16")'
     _BY_PRODUCTS[f"torch.nn.modules.{_name}"] = _switched_products, _note
-for _name, _call in (
-    ("torch.nn.modules.activation.SiLU", _activated_silu),
-    ("torch.nn.modules.activation.GELU", _activated_gelu),
-    ("transformers.activations.SiLUActivation", _activated_silu),
-    ("transformers.activations.GELUActivation", _activated_gelu),
-    ("transformers.activations.GELUTanh", _activated_gelu_tanh),
-):
-    _BY_PRODUCTS[_name] = _call, f"isograd.torch.{'silu' if _call is _activated_silu else 'gelu'}_mul by 1"
 
 _NATIVE = "native product: bits fixed on one kind of machine"
 _NO_OPERATION = "no operation of isograd's"
 _LEFT = {
     "torch.nn.modules.linear.Linear": _NATIVE,
     "torch.nn.modules.dropout.Dropout": f"{_NO_OPERATION}; torch's generator",
-    "torch.nn.modules.activation.GELU": _NO_OPERATION,
-    "torch.nn.modules.activation.SiLU": _NO_OPERATION,
 }
-for _name in ("GELUActivation", "GELUTanh", "SiLUActivation"):
-    _LEFT[f"transformers.activations.{_name}"] = _NO_OPERATION
 
 _FAMILIES = {
     "llama": "Llama",
@@ -319,7 +312,9 @@ def _refused(module: Any, call: Call) -> str:
     if call in (_embedding, _scaled_embedding):
         given = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, name)]
         return f"no operation of isograd's with {', '.join(given)}" if given else ""
-    if call in (_mlp, _experts, _experts_products) and _name_of(type(module.act_fn)) not in _GATES:
+    if call is _silu and getattr(module, "inplace", False):
+        return f"{_NO_OPERATION} in place"
+    if call in (_mlp, _experts, _experts_products) and _name_of(type(module.act_fn)) not in _ACTIVATIONS:
         return f"{_NO_OPERATION} for its activation, {type(module.act_fn).__name__}"
     if call is _rotary and getattr(module, "rope_type", None) != "default":
         return f"{_NO_OPERATION}; sine and cosine of torch's"

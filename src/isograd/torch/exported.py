@@ -1,5 +1,9 @@
 """The names of operations; written by `python tools/update_names.py`."""
 
+from isograd.ops.activation.torch import (
+    gelu,
+    silu,
+)
 from isograd.ops.distillation_loss.torch import (
     distillation_loss,
 )
@@ -47,6 +51,7 @@ __all__ = [
     "expert_counts",
     "expert_permutation",
     "geglu",
+    "gelu",
     "gelu_mul",
     "gumbel_softmax",
     "kl_div",
@@ -60,6 +65,7 @@ __all__ = [
     "renormalize",
     "rms_norm",
     "router_z_loss",
+    "silu",
     "silu_mul",
     "softmax",
     "softmax_backward",

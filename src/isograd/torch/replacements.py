@@ -58,6 +58,11 @@ def _layer_norm(
     return exported.layer_norm(input, normalized_shape, weight, bias, eps)
 
 
+def _silu(input: Tensor, inplace: bool = False) -> Tensor:  # noqa: A002
+    """torch.nn.functional.silu; what is overwritten is kept for the gradient."""
+    return input.copy_(exported.silu(input.clone())) if inplace else exported.silu(input)
+
+
 def _in_place(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The method that writes into its tensor; torch sees a copy, which it differentiates and may refuse."""
 
@@ -85,6 +90,7 @@ _FUNCTIONAL: tuple[Callable[..., Any], ...] = (
     dot_product.scaled_dot_product_attention,
     indexing.embedding,
     losses.cross_entropy,
+    exported.gelu,
     exported.kl_div,
     exported.layer_norm,
     exported.rms_norm,
@@ -99,6 +105,7 @@ for _call in _INDEXING:
 for _call in _FUNCTIONAL:
     _kind = _call.__name__
     REPLACED[getattr(F, _kind)] = (f"torch.nn.functional.{_kind}", _plainly(_kind, _call))
+REPLACED[F.silu] = ("torch.nn.functional.silu", _plainly("silu", _silu))
 REPLACED[torch.layer_norm] = ("torch.layer_norm", _plainly("layer_norm", _layer_norm))
 REPLACED[torch.rms_norm] = ("torch.rms_norm", _plainly("rms_norm", exported.rms_norm))
 

@@ -323,7 +323,8 @@ def use(function: Function | None = None, *, products: Products | None = None) -
     methods, and so `nn.Softmax`, `nn.LogSoftmax`, `softmin`, and attention modules that return weights;
     `scaled_dot_product_attention`, and so `nn.MultiheadAttention` and the layers of `nn.Transformer`; `gather`,
     `take_along_dim`, `scatter_add`, `index_add`, `index_select` and `topk` of `torch` and of tensors (in place too);
-    `embedding`, `cross_entropy`, `kl_div`, `layer_norm` and `rms_norm` of `torch.nn.functional`, and so their modules.
+    `embedding`, `cross_entropy`, `kl_div`, `layer_norm`, `rms_norm`, `silu` and `gelu` of `torch.nn.functional`, and so
+    their modules.
     `gumbel_softmax` keeps torch's generator, whose numbers a seed of isograd's could not continue, and runs its softmax
     on isograd; a dropout inside attention takes a seed from that generator and drops elsewhere than torch does.
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from isograd.core import call
-from isograd.elementwise.api import Approximate
 from isograd.ops.gated.operation import GELU_MUL, GELU_MUL_BACKWARD, SILU_MUL, SILU_MUL_BACKWARD
-from isograd.typing import ArrayT, DataT
+from isograd.typing import Approximate, ArrayT, DataT
 
 _silu_mul, _silu_backward = call.function(SILU_MUL), call.function(SILU_MUL_BACKWARD)
 _gelu_mul, _gelu_backward = call.function(GELU_MUL), call.function(GELU_MUL_BACKWARD)

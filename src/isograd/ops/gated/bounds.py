@@ -17,8 +17,8 @@ Floats = NDArray[Any]
 _WIDE = np.longdouble
 
 
-def _errors(form: str, gate: Floats, dtype: str) -> tuple[Floats, Floats]:
-    """(e, e')."""
+def errors(form: str, gate: Floats, dtype: str) -> tuple[Floats, Floats]:
+    """(e, e') of an activation and its slope."""
     u, _, eta, _ = limits(dtype)
     t = 2 * eta
     if form == "none":
@@ -36,7 +36,7 @@ def _errors(form: str, gate: Floats, dtype: str) -> tuple[Floats, Floats]:
     return of_value, (4 + 3 * np.minimum(size_v, 2.0**15)) * u * s * (1 + w * rest) + small
 
 
-def _product(dtype: str, factor: Floats, error: Floats, result: Floats, roundings: int) -> Floats:
+def product(dtype: str, factor: Floats, error: Floats, result: Floats, roundings: int) -> Floats:
     """Of a product of a factor and a value with an error, after some roundings."""
     u, _, eta, largest = limits(dtype)
     bound = np.abs(factor) * error + (roundings + 1) * (u * np.abs(result) + eta) + stored_error(result, dtype)
@@ -47,7 +47,7 @@ def _product(dtype: str, factor: Floats, error: Floats, result: Floats, rounding
 def _gated(form: str, dtype: str, gate: Floats, up: Floats) -> Floats:
     with np.errstate(all="ignore"):
         y = reference.oracle_silu_mul(gate, up) if form == "silu" else reference.oracle_gelu_mul(gate, up, form)
-        return _product(dtype, up.astype(_WIDE), _errors(form, gate, dtype)[0], y, 1)
+        return product(dtype, up.astype(_WIDE), errors(form, gate, dtype)[0], y, 1)
 
 
 def _backward(form: str, dtype: str, dy: Floats, gate: Floats, up: Floats) -> tuple[Floats, Floats]:
@@ -58,9 +58,9 @@ def _backward(form: str, dtype: str, dy: Floats, gate: Floats, up: Floats) -> tu
             if form == "silu"
             else reference.oracle_gelu_mul_backward(*given, form)
         )
-        of_value, of_slope = _errors(form, gate, dtype)
+        of_value, of_slope = errors(form, gate, dtype)
         wide = dy.astype(_WIDE)
-        return _product(dtype, wide * up.astype(_WIDE), of_slope, dgate, 2), _product(dtype, wide, of_value, dup, 1)
+        return product(dtype, wide * up.astype(_WIDE), of_slope, dgate, 2), product(dtype, wide, of_value, dup, 1)
 
 
 def silu_mul(dtype: str, gate: Floats, up: Floats) -> Floats:

@@ -4,44 +4,13 @@
 from typing import Any
 
 from isograd.core.kernel import launcher
-from isograd.elementwise.numba_activations import gelu_slope, gelu_tanh_slope, gelu_tanh_value, gelu_value
-from isograd.elementwise.numba_kernels import silu_slope, silu_value
+from isograd.elementwise.numba_activations import FORMS, slopes, values
 from isograd.numerics.numba_memory import BLOCK, load, load_block, pointer, row_offset, stack_block, store, store_block
 from isograd.numerics.storage import address, kernel_type
 from isograd.rows.numba_rows import piece
 from isograd.rows.walk import element_strides, piece_walk, work_zero
 from isograd.runtime import parallel
-from isograd.runtime.numba_compile import device_function, kernel
-
-_FORMS = {"silu": 0, "none": 1, "tanh": 2}
-
-
-@device_function
-def _values(x, y, count, form):
-    """The activations of block x, in block y."""
-    if form == 0:
-        for i in range(count):
-            store(y, i, silu_value(load(x, i)))
-    elif form == 1:
-        for i in range(count):
-            store(y, i, gelu_value(load(x, i)))
-    else:
-        for i in range(count):
-            store(y, i, gelu_tanh_value(load(x, i)))
-
-
-@device_function
-def _slopes(x, y, count, form):
-    """Their derivatives."""
-    if form == 0:
-        for i in range(count):
-            store(y, i, silu_slope(load(x, i)))
-    elif form == 1:
-        for i in range(count):
-            store(y, i, gelu_slope(load(x, i)))
-    else:
-        for i in range(count):
-            store(y, i, gelu_tanh_slope(load(x, i)))
+from isograd.runtime.numba_compile import kernel
 
 
 @kernel
@@ -56,7 +25,7 @@ def gated(
         row, j, count = piece(index, n)
         load_block(gate, row_offset(row, shape, gate_strides) + j * gate_stride, gate_stride, count, a)
         load_block(up, row_offset(row, shape, up_strides) + j * up_stride, up_stride, count, b)
-        _values(a, c, count, form)
+        values(a, c, count, form)
         for i in range(count):
             store(c, i, load(c, i) * load(b, i))
         store_block(y, row_offset(row, shape, y_strides) + j * y_stride, y_stride, count, c)
@@ -77,10 +46,10 @@ def gated_backward(
         load_block(dy, row_offset(row, shape, dy_strides) + j * dy_stride, dy_stride, count, g)
         load_block(gate, row_offset(row, shape, gate_strides) + j * gate_stride, gate_stride, count, a)
         load_block(up, row_offset(row, shape, up_strides) + j * up_stride, up_stride, count, b)
-        _slopes(a, c, count, form)
+        slopes(a, c, count, form)
         for i in range(count):
             store(b, i, (load(g, i) * load(b, i)) * load(c, i))
-        _values(a, c, count, form)
+        values(a, c, count, form)
         for i in range(count):
             store(c, i, load(g, i) * load(c, i))
         store_block(dgate, row_offset(row, shape, dgate_strides) + j * dgate_stride, dgate_stride, count, b)
@@ -95,7 +64,7 @@ def _launch(kernel: Any, form: str, *arrays: Any) -> None:
     count, outer, n, steps = piece_walk(out.shape, tuple(map(element_strides, arrays)), BLOCK)
     parallel.for_ranges(
         kernel, count, parallel.grain(count, min(n, BLOCK)), kernel_type(out.dtype), work_zero(out.dtype),
-        *map(address, arrays), *outer, n, *steps, _FORMS[form],
+        *map(address, arrays), *outer, n, *steps, FORMS[form],
     )  # fmt: skip
 
 

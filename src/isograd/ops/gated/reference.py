@@ -17,7 +17,7 @@ from isograd.elementwise import reference as activations
 from isograd.numerics import reference as ref
 
 Floats = NDArray[Any]
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "silu": (activations.silu, activations.silu_backward),
     "none": (activations.gelu, activations.gelu_backward),
     "tanh": (activations.gelu_tanh, activations.gelu_tanh_backward),
@@ -26,11 +26,11 @@ _ACTIVATIONS = {
 
 def _gated(form: str, gate: Floats, up: Floats) -> Floats:
     with np.errstate(all="ignore"):
-        return ref.narrow(_ACTIVATIONS[form][0](ref.widen(gate)) * ref.widen(up), up.dtype)
+        return ref.narrow(ACTIVATIONS[form][0](ref.widen(gate)) * ref.widen(up), up.dtype)
 
 
 def _backward(form: str, dy: Floats, gate: Floats, up: Floats) -> tuple[Floats, Floats]:
-    value, slope = _ACTIVATIONS[form]
+    value, slope = ACTIVATIONS[form]
     g, v = ref.widen(dy), ref.widen(gate)
     with np.errstate(all="ignore"):
         dgate = (g * ref.widen(up)) * slope(np.ones_like(v), v)
@@ -95,7 +95,7 @@ def normal_parts(gate: Floats) -> tuple[Floats, Floats, Floats]:
     return x, np.where(x >= 0, 1 - tail, tail), density
 
 
-def _activation(form: str, gate: Floats) -> tuple[Floats, Floats]:
+def activation(form: str, gate: Floats) -> tuple[Floats, Floats]:
     """The activation and its slope."""
     wide = gate.astype(_WIDE)
     if form == "none":
@@ -109,12 +109,12 @@ def _activation(form: str, gate: Floats) -> tuple[Floats, Floats]:
 
 def _oracle(form: str, gate: Floats, up: Floats) -> Floats:
     with np.errstate(all="ignore"):
-        return _activation(form, gate)[0] * up.astype(_WIDE)
+        return activation(form, gate)[0] * up.astype(_WIDE)
 
 
 def _oracle_backward(form: str, dy: Floats, gate: Floats, up: Floats) -> tuple[Floats, Floats]:
     with np.errstate(all="ignore"):
-        value, slope = _activation(form, gate)
+        value, slope = activation(form, gate)
         g = dy.astype(_WIDE)
         return g * up.astype(_WIDE) * slope, g * value
 

@@ -1,6 +1,5 @@
 """silu_mul and gelu_mul in torch's spelling, and their derivatives beyond the first."""
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,28 +7,14 @@ import torch
 from torch import Tensor
 
 from isograd.core.operation import Operation
-from isograd.elementwise.api import Approximate
 from isograd.errors import InvalidProblemError
 from isograd.ops.gated.operation import GELU_MUL, GELU_MUL_BACKWARD, SILU_MUL, SILU_MUL_BACKWARD
 from isograd.torch import bind
+from isograd.torch.activations import derivatives
 from isograd.torch.tensors import require_tensor, wide
+from isograd.typing import Approximate
 
 Named = Mapping[str, Any]
-
-
-def _derivatives(x: Tensor, form: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The activation and its first two derivatives."""
-    if form == "none":
-        share = torch.special.ndtr(x)
-        density = torch.exp(-x * x / 2) / math.sqrt(2 * math.pi)
-        return x * share, share + x * density, density * (2 - x * x)
-    v, dv, ddv = x, torch.ones_like(x), torch.zeros_like(x)
-    if form == "tanh":
-        scale = math.sqrt(8 / math.pi)
-        v, dv, ddv = scale * (x + 0.044715 * x**3), scale * (1 + 0.134145 * x * x), scale * 0.26829 * x
-    s = torch.sigmoid(v)
-    first = s * torch.sigmoid(-v)
-    return x * s, s + x * first * dv, 2 * first * dv + x * first * ((1 - 2 * s) * dv * dv + ddv)
 
 
 def _form(settings: Any) -> str:
@@ -38,7 +23,7 @@ def _form(settings: Any) -> str:
 
 def _tangent(saved: Named, settings: Any, tangents: Named) -> Tensor:
     gate, up = wide(saved["gate"], saved["up"])
-    value, slope, _ = _derivatives(gate, _form(settings))
+    value, slope, _ = derivatives(gate, _form(settings))
     t = torch.zeros_like(up)
     if tangents["gate"] is not None:
         t = t + up * slope * tangents["gate"]
@@ -50,7 +35,7 @@ def _tangent(saved: Named, settings: Any, tangents: Named) -> Tensor:
 def _second(saved: Named, settings: Any, needs: Named, grads: Named) -> dict[str, Tensor]:
     """The gradients of the gradients."""
     dy, gate, up = wide(saved["dy"], saved["gate"], saved["up"])
-    value, slope, second = _derivatives(gate, _form(settings))
+    value, slope, second = derivatives(gate, _form(settings))
     by_dy, by_gate, by_up = (torch.zeros_like(dy) for _ in range(3))
     if grads["dgate"] is not None:
         (h,) = wide(grads["dgate"])
@@ -64,7 +49,7 @@ def _second(saved: Named, settings: Any, needs: Named, grads: Named) -> dict[str
 
 def _second_tangent(saved: Named, settings: Any, tangents: Named) -> tuple[Tensor, Tensor]:
     dy, gate, up = wide(saved["dy"], saved["gate"], saved["up"])
-    value, slope, second = _derivatives(gate, _form(settings))
+    value, slope, second = derivatives(gate, _form(settings))
     of_dgate, of_dup = torch.zeros_like(dy), torch.zeros_like(dy)
     if (t := tangents["dy"]) is not None:
         of_dgate, of_dup = t * up * slope, t * value

@@ -1,0 +1,1 @@
+"""silu and gelu, and their gradients."""
