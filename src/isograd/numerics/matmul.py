@@ -85,18 +85,26 @@ def _combine(sums: list[Any]) -> Floats:
     return np.asarray(heads[0] + (lost + total * 2.0**-SLICE_BITS) + 0.0)
 
 
-def _special(a: Floats, b: Floats, finite: Floats) -> Floats:
-    """`finite` with the entries replaced whose products are not all finite."""
-    # Numbers of products of one kind, counted by a product of indicators, are exact integers as well.
+def special_products(a: Floats, b: Floats) -> NDArray[np.int64]:
+    """How many products of an entry are infinite, their signs added, how many are NaN: [3, ..., M, N].
+
+    Of a contracted axis that is cut these are added over the parts.
+    """
+    # Counted by a product of indicators they are exact integers as well.
     a_nan, b_nan = np.isnan(a), np.isnan(b)
     a_inf, b_inf = np.isinf(a), np.isinf(b)
     a_sign, b_sign = np.sign(np.where(a_nan, 0.0, a)), np.sign(np.where(b_nan, 0.0, b))
     count = np.matmul(a_inf * 1.0, np.abs(b_sign)) + np.matmul(np.abs(a_sign), b_inf * 1.0)
     signed = np.matmul(a_inf * a_sign, b_sign) + np.matmul(a_sign, b_inf * b_sign)
     invalid = np.matmul(a_inf * 1.0, (b_sign == 0) * 1.0) + np.matmul((a_sign == 0) * 1.0, b_inf * 1.0)
-    not_a_number = (
-        (invalid > 0) | (np.abs(signed) < count) | a_nan.any(-1, keepdims=True) | b_nan.any(-2, keepdims=True)
-    )
+    invalid = invalid + a_nan.sum(-1, keepdims=True) + b_nan.sum(-2, keepdims=True)
+    return np.stack([count, signed, invalid]).astype(np.int64)
+
+
+def with_special(products: NDArray[np.int64], finite: Floats) -> Floats:
+    """`finite` with the entries replaced whose products are not all finite."""
+    count, signed, invalid = products
+    not_a_number = (invalid > 0) | (np.abs(signed) < count)
     result = np.where(count > 0, np.copysign(np.inf, signed), finite)
     return np.where(not_a_number, np.nan, result)
 
@@ -120,7 +128,7 @@ def _wide(a: Floats, b: Floats) -> Floats:
         rows, columns = row_exponent - SLICE_BITS, column_exponent - SLICE_BITS
         total *= _pow2((rows >> 1) + (columns >> 1))
         total *= _pow2((rows - (rows >> 1)) + (columns - (columns >> 1)))
-        total = narrow(total if ordinary else _special(a, b, total), work)
+        total = narrow(total if ordinary else with_special(special_products(a, b), total), work)
         return total if work == dtype else narrow(total, dtype)
 
 
@@ -140,7 +148,8 @@ def _int16(a: Floats, b: Floats, balance: int16.Integers | None, engine: str | N
     if ordinary:
         return c
     with np.errstate(all="ignore"):
-        wide = _special(a.astype(np.float64), b.astype(np.float64), c.astype(np.float64))
+        kinds = special_products(a.astype(np.float64), b.astype(np.float64))
+        wide = with_special(kinds, c.astype(np.float64))
         return narrow(wide, a.dtype)
 
 

@@ -316,15 +316,38 @@ def product(a: Any, b: Any, c: Any, balance: Any = None, engine: str | None = No
     return left.finite and right.finite
 
 
-def _exponents(x: Any, columns: bool) -> Any:
+class Part:
+    """A part of the contracted axis of a product, a [M, K] and b [K, N], whose other parts are elsewhere.
+
+    exponents: those of rows and of columns, which are raised in place to the greatest of all parts before the sums.
+    """
+
+    def __init__(self, a: Any, b: Any, balance: Any) -> None:
+        self._a, self._b = _Lines(a, False, balance, 16), _Lines(b, True, balance, 16)
+        self.exponents = self._a.exponents, self._b.exponents
+        self.finite = self._a.finite and self._b.finite
+
+    def sums(self) -> Any:
+        """The exact sums over this part, int64 [M, N]."""
+        return int16.exact_sums(self._a.rounded(), self._b.rounded().T)
+
+    def scale(self, z: Any, c: Any) -> None:
+        """Fill c, in C order, from the sums over all parts."""
+        addresses = [address(x) for x in (z, *self.exponents, c)]
+        lines, n = self._a.lines, self._b.lines
+        for_ranges(scale_sums, lines, grain(lines, n), self._a.like, np.int64(0), *addresses, n)
+
+
+def exponents(x: Any, columns: bool) -> Any:
+    """`int16.largest_exponents` of the rows of a matrix, or of its columns."""
     return _Lines(x, columns, None, 16).exponents.astype(np.int64)
 
 
 def balance_of(weight: Any) -> Any:
     """`int16.balance_of` of a weight [K, N]."""
-    return int16.balance_from(_exponents(weight, False))
+    return int16.balance_from(exponents(weight, False))
 
 
 def balance_between(a: Any, b: Any) -> Any:
     """`int16.balance_between` of a [M, K] and b [K, N]."""
-    return int16.balance_from_tokens(_exponents(a, True), _exponents(b, False))
+    return int16.balance_from_tokens(exponents(a, True), exponents(b, False))

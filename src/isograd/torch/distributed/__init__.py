@@ -1,12 +1,14 @@
-"""Gradients whose sum, and losses whose classes, do not know how many ranks there are.
+"""Gradients whose sum, losses whose classes and layers whose weight do not know how many ranks there are.
 
     total = igt.distributed.GradientSum(model)
     loss = igt.distributed.vocab_parallel_cross_entropy(logits_of_this_rank, targets)
+    y = igt.distributed.row_parallel_linear(igt.distributed.column_parallel_linear(x, up), down)
 
 See `docs/reproducible_training.md`.
 """
 
 from isograd.torch.distributed.gradient_sum import GradientSum
+from isograd.torch.distributed.parallel_linear import column_parallel_linear, row_parallel_linear
 from isograd.torch.distributed.report import GradientReport
 from isograd.torch.distributed.vocab_loss import vocab_parallel_cross_entropy
 from isograd.torch.distributed.vocab_softmax import vocab_parallel_log_softmax, vocab_parallel_softmax
@@ -14,6 +16,8 @@ from isograd.torch.distributed.vocab_softmax import vocab_parallel_log_softmax, 
 __all__ = [
     "GradientReport",
     "GradientSum",
+    "column_parallel_linear",
+    "row_parallel_linear",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_log_softmax",
     "vocab_parallel_softmax",
