@@ -3,12 +3,15 @@
     python examples/train_lm.py --steps 600 --device cuda --seed 1
     torchrun --nproc-per-node 4 examples/train_lm.py --parallel fsdp2 --checkpoint run.pt --plot loss.png
     torchrun --nproc-per-node 2 examples/train_lm.py --parallel ddp --resume run.pt
+    python examples/train_lm.py --products int16 --text LICENSE --steps 20
 
 Norms, attention, the router, the way of the tokens to their experts and back, embeddings, loss, clipping and optimizer
 run on isograd, and gradients are added up in integers: a step is UNITS backward passes, spread over the ranks. The
 digest of the weights that is printed at the end is the same for every number of ranks, each way of sharding, and after
-a run was stopped and resumed with another number. Matrix products are torch's, so it is that of one kind of machine
-with one version of torch (and of Python, whose text differs) and of one `--micro-batch`, the sequences of a pass.
+a run was stopped and resumed with another number. It is that of one `--micro-batch`, the sequences of a pass, and of
+one text: Python's differs between versions. By default matrix products are torch's, and so it is that of one kind of
+machine with one version of torch as well. With `--products int16` they are order-free, attention is made of them, and
+the digest is that of every machine.
 """
 
 import hashlib
@@ -33,9 +36,10 @@ from torch.distributed.fsdp import fully_shard
 import isograd.torch as igt
 
 CONTEXT, WIDTH, HEADS, LAYERS = 64, 96, 4, 2
-EXPERTS, CHOSEN, HIDDEN = 8, 2, 128
+EXPERTS, CHOSEN, HIDDEN = 8, 2, 96
 UNITS, LEARNING_RATE = 8, 3e-3
 Parallel = Literal["none", "ddp", "fsdp2"]
+Products = Literal["torch", "int16"]
 
 
 class Text(NamedTuple):
@@ -45,9 +49,9 @@ class Text(NamedTuple):
     alphabet: str
 
 
-def help_pages() -> Text:
-    """The help topics that ship with Python; rare characters are left out."""
-    text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
+def read(path: Path | None) -> Text:
+    """A file, or the help topics that ship with Python; rare characters are left out."""
+    text = path.read_text("utf-8") if path else "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
     text = "".join(c for c in text if c == "\n" or " " <= c <= "~")
     alphabet = "".join(sorted(set(text)))
     numbers = {c: i for i, c in enumerate(alphabet)}
@@ -65,7 +69,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, length, WIDTH]."""
         q, k, v = self.project(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        o = igt.scaled_dot_product_attention(q, k, v, is_causal=True)
+        o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.output(o.transpose(1, 2).flatten(2))
 
 
@@ -75,8 +79,8 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
-        self.into = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) * WIDTH**-0.5)
-        self.back = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) * HIDDEN**-0.5)
+        self.into = nn.Parameter(torch.empty(EXPERTS, 2 * HIDDEN, WIDTH))
+        self.back = nn.Parameter(torch.empty(EXPERTS, WIDTH, HIDDEN))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x: [tokens, WIDTH]. The result, and what keeps the experts evenly busy."""
@@ -85,10 +89,10 @@ class Experts(nn.Module):
         order, offsets = igt.expert_permutation(experts, EXPERTS)
         rows = igt.moe_permute(x, order, CHOSEN)
         ends = offsets.tolist()
-        parts = [
-            nn.functional.gelu(rows[start:end] @ self.into[e]) @ self.back[e]
-            for e, (start, end) in enumerate(itertools.pairwise(ends))
-        ]
+        parts = []
+        for e, (start, end) in enumerate(itertools.pairwise(ends)):
+            gate, up = nn.functional.linear(rows[start:end], self.into[e]).chunk(2, dim=-1)
+            parts.append(nn.functional.linear(igt.silu_mul(gate, up), self.back[e]))
         balance = igt.load_balancing_loss(igt.softmax(logits, -1), experts)
         return igt.moe_combine(torch.cat(parts), weights, order), 0.01 * balance + 1e-3 * igt.router_z_loss(logits)
 
@@ -98,8 +102,8 @@ class Model(nn.Module):
 
     def __init__(self, characters: int) -> None:
         super().__init__()
-        self.characters = nn.Parameter(torch.randn(characters, WIDTH) * 0.1)
-        self.places = nn.Parameter(torch.randn(CONTEXT, WIDTH) * 0.1)
+        self.characters = nn.Parameter(torch.empty(characters, WIDTH))
+        self.places = nn.Parameter(torch.empty(CONTEXT, WIDTH))
         self.attention = nn.ModuleList(Attention() for _ in range(LAYERS))
         self.experts = nn.ModuleList(Experts() for _ in range(LAYERS))
         self.norms = nn.ParameterList(torch.ones(WIDTH) for _ in range(2 * LAYERS + 1))
@@ -107,13 +111,24 @@ class Model(nn.Module):
 
     def forward(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """numbers: [batch, length]. Logits [batch, length, characters], and the auxiliary loss."""
-        x = igt.embedding(numbers, self.characters) + self.places[: numbers.shape[1]]
+        places = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
+        x = igt.embedding(numbers, self.characters) + igt.embedding(places, self.places)
         auxiliary = x.new_zeros(())
         for i, (attention, experts) in enumerate(zip(self.attention, self.experts, strict=True)):
             x = x + attention(igt.rms_norm(x, (WIDTH,), self.norms[2 * i]))
             y, extra = experts(igt.rms_norm(x, (WIDTH,), self.norms[2 * i + 1]).flatten(0, 1))
             x, auxiliary = x + y.view_as(x), auxiliary + extra
         return self.head(igt.rms_norm(x, (WIDTH,), self.norms[-1])), auxiliary
+
+    @torch.no_grad()
+    def initialize(self, generator: torch.Generator) -> None:
+        """Draw the weights on the CPU: integers and IEEE operations, where a normal draw takes a logarithm."""
+        for name, p in self.named_parameters():
+            if name == "head.bias":
+                p.zero_()
+            elif p.dim() > 1:
+                spread = 0.1 if name in ("characters", "places") else 1 / math.sqrt(p.shape[-1])
+                p.copy_((torch.rand(p.shape, generator=generator) - 0.5) * (math.sqrt(12) * spread))
 
 
 @torch.no_grad()
@@ -141,17 +156,21 @@ def digest(weights: dict[str, Tensor]) -> str:
 class Run:
     """A model in training: what is saved, and what goes on from there with any number of ranks."""
 
-    def __init__(self, steps: int, device: str, seed: int, parallel: Parallel, micro_batch: int) -> None:
+    def __init__(
+        self, steps: int, device: str, seed: int, parallel: Parallel, micro_batch: int, products: Products, text: Text
+    ) -> None:
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if UNITS % self.ranks:
             raise typer.BadParameter(f"{self.ranks} ranks; accepted: a number that divides the {UNITS} units of a step")
         if parallel != "none" and not dist.is_initialized():
             raise typer.BadParameter(f"--parallel {parallel} needs torchrun")
-        torch.manual_seed(seed)
-        self.text, self.seed, self.micro_batch, self.step = help_pages(), seed, micro_batch, 0
+        self.text, self.seed, self.micro_batch, self.step = text, seed, micro_batch, 0
+        self.switch = igt.use(products=None if products == "torch" else products)
         self.losses: list[Tensor] = []
         self.device = torch.device(device, self.rank if device == "cuda" else None)
-        self.model = Model(len(self.text.alphabet)).to(self.device)
+        self.model = Model(len(text.alphabet))
+        self.model.initialize(torch.Generator().manual_seed(seed))
+        self.model.to(self.device)
         self.wrapped: nn.Module = self.model
         if parallel == "ddp":
             self.wrapped = nn.parallel.DistributedDataParallel(self.model)
@@ -171,9 +190,10 @@ class Run:
         losses = []
         for unit in starts[self.rank :: self.ranks]:
             window = self.text.numbers[unit[:, None] + torch.arange(CONTEXT + 1)].to(self.device)
-            logits, auxiliary = self.wrapped(window[:, :-1])
-            loss = igt.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
-            (loss + auxiliary).backward()
+            with self.switch:
+                logits, auxiliary = self.wrapped(window[:, :-1])
+                loss = igt.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
+                (loss + auxiliary).backward()
             losses.append(loss.detach())
         self.total.finish()
         igt.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -244,20 +264,22 @@ def main(
     ] = "cpu",
     seed: Annotated[int, typer.Option(min=0, help="Of the weights, the batches and the sample.")] = 0,
     parallel: Annotated[Parallel, typer.Option(help="How the model lies on the ranks.")] = "none",
+    products: Annotated[Products, typer.Option(help="Whose matrix products.")] = "torch",
+    text: Annotated[Path | None, typer.Option(help="A file to learn, in place of Python's help pages.")] = None,
     micro_batch: Annotated[int, typer.Option(min=1, help=f"Sequences of each of the {UNITS} units of a step.")] = 2,
     checkpoint: Annotated[Path | None, typer.Option(help="A file for the state, written every 100 steps.")] = None,
     resume: Annotated[Path | None, typer.Option(help="A state to go on from.")] = None,
     stop: Annotated[int | None, typer.Option(min=0, help="Stop after this step, as if interrupted.")] = None,
     loss_plot: Annotated[Path | None, typer.Option("--plot", help="A file for a plot of the loss.")] = None,
 ) -> None:
-    """Train a small mixture-of-experts character model on Python's help pages and print a sample of its text."""
+    """Train a small mixture-of-experts character model and print a sample of its text."""
     torch.use_deterministic_algorithms(True)
     if "RANK" in os.environ:  # under torchrun
         if device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
-        run = Run(steps, device, seed, parallel, micro_batch)
+        run = Run(steps, device, seed, parallel, micro_batch, products, read(text))
         console = Console(quiet=run.rank != 0)
         if resume:
             run.resume(resume)
@@ -280,8 +302,11 @@ def tell(run: Run, state: dict[str, Any], console: Console, loss_plot: Path | No
     model = Model(len(run.text.alphabet))
     model.load_state_dict(state["weights"])
     console.rule("sample")
-    console.print(sample(model, run.text, "The ", 400, run.seed), markup=False, highlight=False)
+    with run.switch:
+        console.print(sample(model, run.text, "The ", 400, run.seed), markup=False, highlight=False)
     console.rule()
+    for name, count in run.switch.report().not_replaced.items():
+        console.print(f"left to torch: {name}, {count} times", highlight=False)
     console.print(f"digest of the weights: {digest(state['weights'])}", soft_wrap=True, highlight=False)
     if loss_plot:
         plot(losses, loss_plot)

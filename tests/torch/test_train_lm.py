@@ -14,8 +14,15 @@ import torch
 from typer.testing import CliRunner
 
 import isograd as ig
+import isograd.torch as igt
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_lm.py"
+# Of every machine with order-free products, after so many steps (docs/reproducible_training.md).
+PUBLISHED = {
+    4: "c649be74c5a470981e643ece2c57e3ceda0e1a3dbd4f82027d72f10b18b2d197",
+    20: "a72043722fc9c5ef2007c1d22864e93d3584b81252f59aabe2a6facf28010215",
+}
+ORDER_FREE = ["--products", "int16", "--text", str(EXAMPLE.parents[1] / "LICENSE"), "--steps"]
 
 
 @pytest.fixture
@@ -32,6 +39,13 @@ def example(restore_threads):
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def short(example, monkeypatch):
+    """Samples of a few characters: what is drawn is the same whatever the length."""
+    whole = example.sample
+    monkeypatch.setattr(example, "sample", lambda model, text, start, length, seed: whole(model, text, start, 20, seed))
+
+
 def run(example, *arguments):
     """The digest that the example prints."""
     app = example.typer.Typer()
@@ -44,10 +58,19 @@ def run(example, *arguments):
     return re.search(r"digest of the weights: ([0-9a-f]{64})", result.output).group(1)
 
 
-def test_a_run_can_be_repeated(example, monkeypatch):
-    # A short sample: what is drawn is the same whatever its length.
-    whole = example.sample
-    monkeypatch.setattr(example, "sample", lambda model, text, start, length, seed: whole(model, text, start, 20, seed))
+def ranks(count, *arguments, environment=None):
+    """The digest that so many processes print."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ISOGRAD_NUM_THREADS": "1"} | (environment or {})
+    found = subprocess.run(
+        [*command, str(EXAMPLE), *arguments], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    return re.search(r"digest of the weights: ([0-9a-f]{64})", found.stdout).group(1)
+
+
+@pytest.mark.usefixtures("short")
+def test_a_run_can_be_repeated(example):
     first = run(example, "--steps", "2")
     assert run(example, "--steps", "2") == first
     assert run(example, "--steps", "2", "--seed", "1") != first
@@ -56,7 +79,7 @@ def test_a_run_can_be_repeated(example, monkeypatch):
 def test_it_learns(example):
     console, losses = example.Console(quiet=True), []
     for steps in (1, 30):
-        trained = example.Run(30, "cpu", 0, "none", 2)
+        trained = example.Run(30, "cpu", 0, "none", 2, "torch", example.read(None))
         example.train(trained, steps, console)
         losses.append(trained.losses[-1])
     assert losses[1] < losses[0] - 0.8
@@ -65,22 +88,34 @@ def test_it_learns(example):
     assert len(text.alphabet) == model.head.out_features
 
 
+@pytest.mark.usefixtures("short")
+def test_order_free_products_give_the_published_digest(example):
+    assert run(example, *ORDER_FREE, "4") == PUBLISHED[4]
+
+
+def test_nothing_in_a_step_by_order_free_products_depends_on_an_order_or_the_machine(example):
+    trained = example.Run(4, "cpu", 0, "none", 2, "int16", example.read(EXAMPLE.parents[1] / "LICENSE"))
+    with igt.audit(trained.model) as audit:
+        trained.advance()
+    assert not trained.switch.report().not_replaced
+    left = {entry.operator for entry in audit.findings}
+    assert left == {"aten::randint", "aten::mean"}  # what is drawn for every unit, and the loss that is shown
+
+
+@pytest.mark.thorough
+def test_the_published_digest_on_any_processor_threads_and_ranks(example):
+    assert run(example, *ORDER_FREE, "20") == PUBLISHED[20]
+    generic = {"NUMBA_CPU_NAME": "generic", "ATEN_CPU_CAPABILITY": "default"}
+    assert ranks(1, *ORDER_FREE, "4", environment=generic) == PUBLISHED[4]
+    assert ranks(2, *ORDER_FREE, "4", "--parallel", "fsdp2", environment={"ISOGRAD_NUM_THREADS": "2"}) == PUBLISHED[4]
+
+
 @pytest.mark.thorough
 def test_ranks_sharding_and_a_resume_leave_the_digest(example, tmp_path):
-    def ranks(count, *arguments):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "ISOGRAD_NUM_THREADS": "1"}
-        found = subprocess.run(
-            [*command, str(EXAMPLE), "--steps", "4", *arguments], env=environment, capture_output=True, text=True,
-            timeout=300, check=False,
-        )  # fmt: skip
-        assert found.returncode == 0, found.stderr
-        return re.search(r"digest of the weights: ([0-9a-f]{64})", found.stdout).group(1)
-
     alone = run(example, "--steps", "4")
     state, picture = tmp_path / "run.pt", tmp_path / "loss.png"
-    assert ranks(2, "--parallel", "ddp") == alone
-    assert ranks(2, "--parallel", "fsdp2", "--stop", "2", "--checkpoint", str(state)) != alone
-    assert ranks(4, "--parallel", "fsdp2", "--resume", str(state), "--plot", str(picture)) == alone
+    assert ranks(2, "--steps", "4", "--parallel", "ddp") == alone
+    assert ranks(2, "--steps", "4", "--parallel", "fsdp2", "--stop", "2", "--checkpoint", str(state)) != alone
+    assert ranks(4, "--steps", "4", "--parallel", "fsdp2", "--resume", str(state), "--plot", str(picture)) == alone
     assert picture.stat().st_size > 1000
     assert run(example, "--steps", "4", "--resume", str(state)) == alone

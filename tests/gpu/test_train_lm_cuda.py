@@ -1,0 +1,23 @@
+"""The example that trains a language model, on GPUs: the digest of every machine."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+if not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
+from test_train_lm import ORDER_FREE, PUBLISHED, ranks  # noqa: E402
+
+
+def test_order_free_products_give_the_published_digest() -> None:
+    assert ranks(1, *ORDER_FREE, "4", "--device", "cuda") == PUBLISHED[4]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_give_it_too() -> None:
+    assert ranks(2, *ORDER_FREE, "4", "--device", "cuda", "--parallel", "ddp") == PUBLISHED[4]
+    assert ranks(2, *ORDER_FREE, "20", "--device", "cuda", "--parallel", "fsdp2") == PUBLISHED[20]
