@@ -22,6 +22,7 @@ _POINTER = {
     torch.float32: "*fp32",
     torch.float64: "*fp64",
     torch.int32: "*i32",
+    torch.int8: "*i8",
     torch.uint8: "*u8",
     torch.int64: "*i64",
     torch.uint32: "*u32",

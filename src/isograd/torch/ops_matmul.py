@@ -8,9 +8,11 @@
 dtype's own. balance, for two matrices (rule 10): "" for none; "other", which is a weight then; "tokens", along whose
 axis the product is. The gradients of a product that is balanced by a weight are balanced by it and over tokens. The
 gradient of an operand that is broadcast is one product, whose contracted axis the batch joins. `add_to_rows` rounds
-once, and its gradient for the bias is a sum by rule 4. All are differentiable any number of times.
+once, and its gradient for the bias is a sum by rule 4. All are differentiable any number of times. On GPUs there is
+"int16" alone, in the kernels of `isograd.products`.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from isograd.core import arrays
+from isograd.devices.cuda import unavailable
 from isograd.errors import InvalidProblemError, UnsupportedError
 from isograd.numerics import matmul as product
 from isograd.numerics import numba_int16
@@ -44,9 +47,22 @@ _BALANCES: dict[str, Any] = {
 }
 
 
-def _require_cpu(operation: str, tensor: Tensor) -> None:
-    if not tensor.is_cpu:
-        raise UnsupportedError(f"{operation}: input is on {tensor.device}; accepted: tensors on the CPU")
+@functools.cache
+def _missing() -> str | None:
+    return unavailable()
+
+
+def _on_gpu(operation: str, tensor: Tensor) -> bool:
+    """Whether the kernels of GPUs compute this, and not those of the CPU."""
+    if tensor.is_cpu:
+        return False
+    if not tensor.is_cuda:
+        raise UnsupportedError(
+            f"{operation}: input is on {tensor.device}; accepted: tensors on the CPU or a CUDA device"
+        )
+    if (missing := _missing()) is not None:
+        raise UnsupportedError(f"{operation}: input is on {tensor.device}: {missing}")
+    return True
 
 
 def _stacked(op: define.Operator, size: int, in_dims: Dims, args: tuple[Any, ...]) -> tuple[Tensor, int]:
@@ -74,7 +90,7 @@ def _matmul_fake(input: Tensor, other: Tensor, precision: str = "", balance: str
         )
     if balance not in _BALANCES or (balance and (input.dim() > 2 or other.dim() > 2)):
         raise InvalidProblemError(f"matmul: balance is {balance!r}; accepted: '', for matrices also 'other', 'tokens'")
-    product.checked_precision(np.dtype(_numpy_name(input)), precision or None)
+    product.checked_precision(np.dtype(_numpy_dtype(input)), precision or None)
     try:
         batch = torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])  # type: ignore[no-untyped-call]
     except RuntimeError:
@@ -84,21 +100,43 @@ def _matmul_fake(input: Tensor, other: Tensor, precision: str = "", balance: str
     return empty((*batch, input.shape[-2], other.shape[-1]), input)
 
 
-def _numpy_name(tensor: Tensor) -> Any:
+def _numpy_dtype(tensor: Tensor) -> Any:
     return arrays.numpy_dtype(str(tensor.dtype).removeprefix("torch."))
 
 
 def _matmul(input: Tensor, other: Tensor, precision: str = "", balance: str = "") -> Tensor:  # noqa: A002
     out = _matmul_fake(input, other, precision, balance)
-    _require_cpu("matmul", input)
-    a, b = (arrays.numpy_view(usable("matmul", name, t)) for name, t in (("input", input), ("other", other)))
-    chosen = product.checked_precision(a.dtype, precision or None)
+    a, b = usable("matmul", "input", input), usable("matmul", "other", other)
+    chosen = product.checked_precision(_numpy_dtype(input), precision or None)
+    if _on_gpu("matmul", input):
+        _matmul_on_gpu(a, b, out, chosen, balance)
+    else:
+        _matmul_on_cpu(arrays.numpy_view(a), arrays.numpy_view(b), arrays.numpy_view(out), chosen, balance)
+    return out
+
+
+def _matmul_on_cpu(a: Any, b: Any, out: Any, precision: str, balance: str) -> None:
     balanced = None
-    if balance and chosen == "int16":
+    if balance and precision == "int16":
         with default_environment():
             balanced = _BALANCES[balance](a, b)
-    arrays.numpy_view(out)[...] = product.matmul(a, b, chosen, balanced)
-    return out
+    out[...] = product.matmul(a, b, precision, balanced)
+
+
+def _matmul_on_gpu(a: Tensor, b: Tensor, out: Tensor, precision: str, balance: str) -> None:
+    from isograd.products import cuda
+
+    if precision != "int16":
+        raise UnsupportedError(
+            f"matmul: precision is {precision!r} for {a.dtype} on {a.device}; accepted on GPUs: 'int16', which is the "
+            "default of float16 and bfloat16"
+        )
+    if a.shape[-1] > product.MAX_TERMS:
+        raise UnsupportedError(
+            f"matmul: the contracted axis has {a.shape[-1]} elements; supported: up to {product.MAX_TERMS}"
+        )
+    balances = {"": lambda a, b: None, "other": lambda a, b: cuda.balance_of(b), "tokens": cuda.balance_between}
+    cuda.product(a, b, out, balances[balance](a, b) if out.numel() and a.shape[-1] else None)
 
 
 def _save(node: Any, inputs: Saved, out: Tensor) -> Saved:
@@ -178,8 +216,13 @@ def _add_to_rows_fake(input: Tensor, bias: Tensor) -> Tensor:  # noqa: A002
 
 def _add_to_rows(input: Tensor, bias: Tensor) -> Tensor:  # noqa: A002
     out = _add_to_rows_fake(input, bias)
-    _require_cpu("add_to_rows", input)
-    x, b = (arrays.numpy_view(usable("add_to_rows", "input", t)) for t in (input, bias))
+    rows, row = usable("add_to_rows", "input", input), usable("add_to_rows", "bias", bias)
+    if _on_gpu("add_to_rows", input):
+        from isograd.products import cuda
+
+        cuda.add_to_rows(rows, row, out)
+        return out
+    x, b = arrays.numpy_view(rows), arrays.numpy_view(row)
     with default_environment(), np.errstate(all="ignore"):
         arrays.numpy_view(out)[...] = narrow(widen(x) + widen(b), x.dtype)
     return out
@@ -214,7 +257,10 @@ def _sum_of_rows_fake(input: Tensor) -> Tensor:  # noqa: A002
 
 def _sum_of_rows(input: Tensor) -> Tensor:  # noqa: A002
     out = _sum_of_rows_fake(input)
-    _require_cpu("sum_of_rows", input)
+    if _on_gpu("sum_of_rows", input):
+        from isograd.reduction import cuda
+
+        return cuda.sum(usable("sum_of_rows", "input", input), 0)
     arrays.numpy_view(out)[...] = reduction.sum(arrays.numpy_view(usable("sum_of_rows", "input", input)), 0)
     return out
 

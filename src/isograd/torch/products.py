@@ -16,16 +16,17 @@ Precision = Literal["int16", "wide"]
 def matmul(input: Tensor, other: Tensor, *, precision: Precision | None = None) -> Tensor:  # noqa: A002
     """`torch.matmul` in no order: `[..., M, K] @ [..., K, N]`, broadcast batches, a 1-D operand a row or a column.
 
-    input, other: of one dtype, on the CPU, any strides. precision: "int16" rounds rows of input and columns of other to
-    16-bit integers, whose product is exact; the default of float16 and bfloat16, and float32 may have it. "wide" keeps
-    some 50 bits of a row (float64: 67) at many times the cost; the default of float32 and float64.
+    input, other: of one dtype, any strides. precision: "int16" rounds rows of input and columns of other to 16-bit
+    integers, whose product is exact; the default of float16 and bfloat16, and float32 may have it. "wide" keeps some 50
+    bits of a row (float64: 67) at many times the cost; the default of float32 and float64. "int16" has the same bits on
+    the CPU and on CUDA devices, "wide" is for the CPU.
 
     Bits as of `isograd.matmul`: neither the order of K, zeros, threads nor any split of M, N and the batch changes one.
     The gradients are such products of the same precision; where an operand is broadcast the batch joins their
     contracted axis. Differentiable any number of times, in reverse and in forward mode. Autocast leaves the dtypes.
 
     Raises InvalidProblemError for shapes and dtypes that do not match and another precision, UnsupportedError for other
-    dtypes, for int16 with float64 and for tensors on a GPU, DeviceMismatchError for two devices.
+    dtypes, for int16 with float64 and for wide on a GPU, DeviceMismatchError for two devices.
     """
     enter("matmul")
     for name, tensor in (("input", input), ("other", other)):
@@ -49,8 +50,8 @@ def linear(
 ) -> Tensor:
     """`torch.nn.functional.linear`, `input @ weight.T + bias`, by order-free products.
 
-    input: [..., features]. weight: [outputs, features], bias: [outputs], both of input's dtype and on the CPU.
-    precision: as for `matmul`.
+    input: [..., features]. weight: [outputs, features], bias: [outputs], both of input's dtype. precision, devices: as
+    for `matmul`.
 
     In "int16" the weight's balance (rule 10 of `docs/arithmetic.md`) measures an activation by what it can do to the
     result, so outlier channels that the weight damps cost nothing; input's gradient is balanced by the weight too, and

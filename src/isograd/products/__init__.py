@@ -1,0 +1,1 @@
+"""Order-free products of matrices on GPUs."""

@@ -1,0 +1,327 @@
+"""The product of 16-bit integers of torch tensors on a GPU, with the bits of `isograd.matmul`: slices, then products.
+
+Nothing here waits for the device or reads what it computed. Where tensors are on the CPU, kernels go to Triton's
+interpreter.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from isograd.devices.triton_launcher import (
+    Launcher,
+    Rows,
+    Specification,
+    architecture,
+    c_strides,
+    kept,
+    merged,
+    power_of_two,
+    processors,
+    rows,
+)
+from isograd.products import tiles, triton_gemm, triton_slices
+from isograd.products.tiles import Tiles
+
+Tensor = torch.Tensor
+_DEPTH = 128  # elements of the contracted axis in a block
+_HELD = 16384  # elements of a line that a program holds
+_TILE = 4096  # elements of a tile, where lines are short
+_MOST_CHUNKS = 64
+_BALANCED = 16384  # exponents that one program holds to find their median
+_REPAIRED = (64, 2048)  # entries of a tile, columns of a program
+_ELEMENTS = 1024
+
+
+class Lines(NamedTuple):
+    """Lines of digits: int8 [count, 2, blocks * 128], and their words, int32 [count]."""
+
+    digits: Tensor
+    words: Tensor
+
+    @property
+    def total(self) -> int:
+        """How many there are."""
+        return self.words.shape[0]
+
+
+def _blocks(terms: int) -> int:
+    return max(-(-terms // _DEPTH), 1)
+
+
+# --- slices ----------------------------------------------------------------------------------------------------------
+class _Problem(NamedTuple):
+    """The lines of an operand along an axis of n elements; along: elements of a line are the nearer neighbours."""
+
+    n: int
+    rows: Rows
+    along: bool
+    sign: int
+    native: bool
+    processors: int
+
+    @property
+    def total(self) -> int:
+        return self.rows.outer * self.rows.inner
+
+    @property
+    def strides(self) -> tuple[object, ...]:
+        """The strides of the operand as kernels take them."""
+        return self.rows.axis_strides[0], self.rows.inner_strides[0], self.rows.outer_shape, self.rows.outer_strides[0]
+
+    @property
+    def free(self) -> tuple[str, ...]:
+        """The extent in the direction in which memory is not read in one go."""
+        return ("inner",) if self.along else ("n",)
+
+
+def _problem(x: Tensor, axis: int, sign: int) -> _Problem:
+    return _described(tuple(x.shape), x.stride(), axis, sign, x.dtype, architecture(x), processors(x))
+
+
+@kept
+def _described(
+    shape: tuple[int, ...], strides: tuple[int, ...], axis: int, sign: int, dtype: torch.dtype, arch: int, most: int
+) -> _Problem:
+    reduced = list(shape)
+    reduced[axis] = 1
+    found = rows(shape, [strides, c_strides(reduced)], axis)
+    step, line = found.axis_strides[0], found.inner_strides[0]
+    along = step == 1 or found.inner == 1 or abs(step) < abs(line)
+    return _Problem(shape[axis], found, along, sign, arch >= 90 and dtype.itemsize == 2, most)
+
+
+def _tile(p: _Problem) -> tuple[int, int]:
+    """Lines and elements of a tile that is read in chunks."""
+    return (4, 1024) if p.along else (64, 128)
+
+
+def _chunks(p: _Problem) -> tuple[int, int]:
+    """Chunks of the lines of a problem, and elements of a chunk."""
+    lines, block = _tile(p)
+    pieces = max(-(-p.n // block), 1)
+    programs = p.rows.outer * -(-p.rows.inner // lines)
+    chunks = max(min(8 * p.processors // programs, pieces, _MOST_CHUNKS), 1)
+    length = -(-pieces // chunks) * block
+    return max(-(-p.n // length), 1), length
+
+
+@kept
+def _word_launcher(p: _Problem, dtype: torch.dtype) -> Launcher:
+    lines, block = _tile(p)
+    chunks, length = _chunks(p)
+    tail = (p.n, p.rows.inner, chunks, length, p.total, *p.strides, p.sign, lines, block, p.native)
+    programs = p.rows.outer * -(-p.rows.inner // lines) * chunks
+    specification = Specification(tail, programs, 8, free=(*p.free, "chunks", "count"))
+    return Launcher(triton_slices.line_words, specification)
+
+
+@kept
+def _chunk_launcher(p: _Problem, dtype: torch.dtype) -> Launcher:
+    lines, block = (16, 512) if p.along else (64, 128)
+    chunks, blocks = _chunks(p)[0], _blocks(p.n)
+    most = next(c for c in (1, 8, _MOST_CHUNKS) if c >= chunks)
+    tail = (p.n, p.rows.inner, chunks, p.total, blocks, *p.strides, p.sign, lines, block, most, p.native)
+    programs = p.rows.outer * -(-p.rows.inner // lines) * -(-blocks * _DEPTH // block)
+    specification = Specification(tail, programs, 8, free=(*p.free, "chunks", "count", "blocks"))
+    return Launcher(triton_slices.slice_chunks, specification)
+
+
+@kept
+def _line_launcher(p: _Problem, dtype: torch.dtype) -> Launcher:
+    blocks = _blocks(p.n)
+    block = min(power_of_two(blocks * _DEPTH), _HELD)
+    lines = max(_TILE // block, 1)
+    tail = (p.n, p.rows.inner, blocks, *p.strides, p.sign, lines, block, blocks * _DEPTH <= block, p.native)
+    warps = min(max(lines * block // 1024, 4), 16)
+    programs = p.rows.outer * -(-p.rows.inner // lines)
+    return Launcher(triton_slices.slice_lines, Specification(tail, programs, warps, free=p.free))
+
+
+def _words(x: Tensor, p: _Problem, shift: Tensor) -> Tensor:
+    """The words of chunks of the lines [chunks, lines]."""
+    found = torch.empty((_chunks(p)[0], p.total), dtype=torch.int32, device=x.device)
+    _word_launcher(p, x.dtype)(x, shift, found)
+    return found
+
+
+def sliced(x: Tensor, axis: int, balance: Tensor | None = None) -> Lines:
+    """The lines of x along an axis, its last (of a) or last but one (of b), in C order of the others.
+
+    balance: int32 of the axis' length, a's columns divided by 2^balance and b's rows multiplied with it.
+    """
+    sign = 0 if balance is None else (-1 if axis in (-1, x.dim() - 1) else 1)
+    p = _problem(x, axis % x.dim(), sign)
+    digits = torch.empty((p.total, 2, _blocks(p.n) * _DEPTH), dtype=torch.int8, device=x.device)
+    words = torch.empty(p.total, dtype=torch.int32, device=x.device)
+    shift = words if balance is None else balance
+    if p.along and (p.n <= _TILE or 2 * p.total >= p.processors):
+        _line_launcher(p, x.dtype)(x, shift, digits, words)
+    else:
+        _chunk_launcher(p, x.dtype)(x, shift, _words(x, p, shift), digits, words)
+    return Lines(digits, words)
+
+
+# --- balances --------------------------------------------------------------------------------------------------------
+def _exponents(x: Tensor, axis: int) -> tuple[Tensor, int]:
+    """Words of lines along an axis without a balance [chunks, lines], and the number of chunks."""
+    p = _problem(x, axis, 0)
+    found = torch.empty((_chunks(p)[0], p.total), dtype=torch.int32, device=x.device)
+    _word_launcher(p, x.dtype)(x, found, found)
+    return found, found.shape[0]
+
+
+@kept
+def _weight_launcher(n: int, chunks: int) -> Launcher:
+    block = min(max(power_of_two(n), 1024), _BALANCED)
+    tail = (n, chunks, block, n <= block)
+    return Launcher(triton_slices.weight_balance, Specification(tail, 1, block // 1024, free=("n", "chunks")))
+
+
+def balance_of(weight: Tensor) -> Tensor:
+    """`int16.balance_of` of a weight [K, N], int32 [K]."""
+    found, chunks = _exponents(weight, 1)
+    balance = torch.empty(weight.shape[0], dtype=torch.int32, device=weight.device)
+    _weight_launcher(weight.shape[0], chunks)(found, balance)
+    return balance
+
+
+@kept
+def _tokens_launcher(n: int, x_chunks: int, y_chunks: int) -> Launcher:
+    tail = (n, x_chunks, y_chunks, _ELEMENTS)
+    free = ("n", "x_chunks", "y_chunks")
+    return Launcher(triton_slices.tokens_balance, Specification(tail, -(-n // _ELEMENTS), free=free))
+
+
+def balance_between(a: Tensor, b: Tensor) -> Tensor:
+    """`int16.balance_between` of a [M, K] and b [K, N], int32 [K]."""
+    (x, x_chunks), (y, y_chunks) = _exponents(a, 0), _exponents(b, 1)
+    balance = torch.empty(b.shape[0], dtype=torch.int32, device=b.device)
+    _tokens_launcher(b.shape[0], x_chunks, y_chunks)(x, y, balance)
+    return balance
+
+
+# --- products --------------------------------------------------------------------------------------------------------
+class _Shape(NamedTuple):
+    """Products of matrices: sizes, the shape they come in, and steps along it for a and b, in elements and lines."""
+
+    m: int
+    n: int
+    terms: int
+    batch: tuple[int, ...]
+    a_outer: tuple[int, ...]
+    b_outer: tuple[int, ...]
+    a_lines: tuple[int, ...]
+    b_lines: tuple[int, ...]
+
+    @property
+    def matrices(self) -> int:
+        return math.prod(self.batch)
+
+
+def _steps(t: Tensor, rank: int, axis: int) -> tuple[list[int], list[int]]:
+    """Strides of the batch's axes in elements and in lines, 0 where a matrix is used again."""
+    missing = rank - (t.dim() - 2)
+    others = [*t.shape[:-2], t.shape[axis]]
+    lines = c_strides(others)
+    some = [t.shape[d] != 1 for d in range(t.dim() - 2)]
+    elements = [s if used else 0 for s, used in zip(t.stride()[:-2], some, strict=True)]
+    return [0] * missing + elements, [0] * missing + [s if u else 0 for s, u in zip(lines[:-1], some, strict=True)]
+
+
+def _shape(a: Tensor, b: Tensor, c: Tensor) -> _Shape:
+    rank = c.dim() - 2
+    steps = [*_steps(a, rank, -2), *_steps(b, rank, -1), list(c.stride()[:-2])]
+    sizes, found = merged(c.shape[:-2], steps)
+    if not sizes:
+        sizes, found = [1], [(0, 0, 0, 0, 0)]
+    m, n, terms = a.shape[-2], b.shape[-1], a.shape[-1]
+    elements, lines, b_elements, b_lines, _ = found[-1]
+    if sizes[-1] > 1 and not (b_elements or b_lines) and elements == m * a.stride(-2) and lines == m:
+        m *= sizes[-1]  # one matrix with more rows
+        sizes[-1], found[-1] = 1, (0, 0, 0, 0, 0)
+        if len(sizes) > 1:
+            sizes.pop()
+            found.pop()
+    columns = list(zip(*found, strict=True))
+    return _Shape(m, n, terms, tuple(sizes), columns[0], columns[2], columns[1], columns[3])
+
+
+@kept
+def _product_launcher(s: _Shape, counts: tuple[int, int], dtype: torch.dtype, t: Tiles, arch: int) -> Launcher:
+    tail = (s.m, s.n, _blocks(s.terms), s.matrices, *counts, s.batch, s.a_lines, s.b_lines, *t.fixed, arch >= 90)
+    free = ("m", "blocks", "matrices", "a_count", "b_count")
+    programs = -(-s.m // t.rows) * -(-s.n // t.columns) * s.matrices
+    return Launcher(triton_gemm.product, Specification(tail, programs, t.warps, t.stages, free=free, stays=True))
+
+
+@kept
+def _parts_launcher(s: _Shape, counts: tuple[int, int], t: Tiles) -> Launcher:
+    blocks = _blocks(s.terms)
+    length = -(-blocks // t.pieces)
+    pieces = -(-blocks // length)
+    tail = (s.m, s.n, blocks, s.matrices, *counts, pieces, length, s.batch, s.a_lines, s.b_lines, *t.fixed)
+    free = ("m", "blocks", "matrices", "a_count", "b_count", "pieces", "length")
+    programs = -(-s.m // t.rows) * -(-s.n // t.columns) * s.matrices * pieces
+    return Launcher(triton_gemm.add_parts, Specification(tail, programs, t.warps, t.stages, free=free, stays=True))
+
+
+@kept
+def _round_launcher(s: _Shape, dtype: torch.dtype, arch: int) -> Launcher:
+    tail = (s.m, s.n, s.matrices, s.batch, s.a_lines, s.b_lines, _ELEMENTS, arch >= 90)
+    programs = -(-s.m * s.n * s.matrices // _ELEMENTS)
+    return Launcher(triton_gemm.round_sums, Specification(tail, programs, free=("m", "matrices")))
+
+
+@kept
+def _repair_launcher(s: _Shape, strides: tuple[int, ...], dtype: torch.dtype, arch: int) -> Launcher:
+    size, span = _REPAIRED
+    outer = (s.batch, s.a_outer, s.b_outer, s.a_lines, s.b_lines)
+    tail = (s.m, s.n, s.terms, *strides, *outer, size, span, arch >= 90)
+    programs = -(-s.m // size) * -(-s.n // span) * s.matrices
+    return Launcher(triton_gemm.repair, Specification(tail, programs, 4, 2, free=("m", "terms")))
+
+
+def multiplied(x: Lines, y: Lines, s: _Shape, c: Tensor, config: Tiles | None = None) -> None:
+    """Fill c, in C order, from lines of digits; `config` overrides the rule."""
+    arch = architecture(c)
+    t = config or tiles.chosen(s.m, s.n, _blocks(s.terms), s.matrices, arch, processors(c))
+    counts = x.total, y.total
+    if t.pieces == 1:
+        _product_launcher(s, counts, c.dtype, t, arch)(x.digits, y.digits, x.words, y.words, c)
+    else:
+        z = torch.zeros(c.shape, dtype=torch.int64, device=c.device)
+        _parts_launcher(s, counts, t)(x.digits, y.digits, z)
+        _round_launcher(s, c.dtype, arch)(z, x.words, y.words, c)
+
+
+def product(a: Tensor, b: Tensor, c: Tensor, balance: Tensor | None = None, config: Tiles | None = None) -> None:
+    """Compute c [..., M, N] in C order from a [..., M, K] and b [..., K, N], whose batches broadcast to c's.
+
+    float16, bfloat16 or float32, any strides. balance: int32 [K] or None. `config` overrides the rule of tiles, which
+    changes no bit.
+    """
+    if not c.numel():
+        return
+    if not a.shape[-1]:
+        c.zero_()
+        return
+    s = _shape(a, b, c)
+    x, y = sliced(a, -1, balance), sliced(b, -2, balance)
+    multiplied(x, y, s, c, config)
+    strides = (a.stride(-1), a.stride(-2), b.stride(-2), b.stride(-1))
+    _repair_launcher(s, strides, c.dtype, architecture(c))(a, b, x.words, y.words, c)
+
+
+@kept
+def _bias_launcher(count: int, n: int, dtype: torch.dtype, arch: int) -> Launcher:
+    tail = (count, n, _ELEMENTS, arch >= 90 and dtype.itemsize == 2)
+    programs = -(-count // _ELEMENTS)
+    return Launcher(triton_gemm.add_to_rows, Specification(tail, programs, free=("count",)))
+
+
+def add_to_rows(x: Tensor, bias: Tensor, out: Tensor) -> None:
+    """Fill out from x [M, N] and bias [N], each rounded once."""
+    if out.numel():
+        _bias_launcher(out.numel(), x.shape[1], x.dtype, architecture(x))(x.contiguous(), bias.contiguous(), out)

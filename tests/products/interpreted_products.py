@@ -1,0 +1,215 @@
+"""Run under TRITON_INTERPRET=1: compare the kernels of products with the definition in Triton's interpreter.
+
+    python interpreted_products.py [--exhaustive] SUITE...
+
+Prints the number of cases of each suite and of those that differ. Not a test itself: the variable acts when triton is
+imported.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from interpreter_patches import report
+
+from isograd.numerics import int16
+from isograd.numerics.matmul import DEFINITION, matmul
+from isograd.numerics.reference import narrow, widen
+from isograd.products import cuda
+from isograd.products.tiles import Tiles
+
+NUMPY = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
+WORDS = {"float16": np.int16, "bfloat16": np.int16, "float32": np.int32, "float64": np.int64}
+# Small ones, by TMA, by pointers, and in pieces.
+SMALL = Tiles(32, 32, 64, 2, True, 4, 2)
+BY_POINTER = SMALL._replace(tma=False, depth=128)
+IN_PIECES = SMALL._replace(pieces=2)
+Case = tuple[str, bool]
+
+
+def to_torch(x: Any) -> torch.Tensor:
+    words = torch.from_numpy(np.array(x, order="C").view(WORDS[x.dtype.name]))
+    return words.view(getattr(torch, x.dtype.name))
+
+
+def bits(t: torch.Tensor) -> bytes:
+    return t.contiguous().view(torch.uint8).numpy().tobytes() if t.numel() else b""
+
+
+def product(a: torch.Tensor, b: torch.Tensor, balance: Any = None, config: Tiles | None = SMALL) -> torch.Tensor:
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    c = torch.empty((*batch, a.shape[-2], b.shape[-1]), dtype=a.dtype)
+    given = None if balance is None else torch.from_numpy(balance.astype(np.int32))
+    cuda.product(a, b, c, given, config)
+    return c
+
+
+def laid_out(x: Any, layout: str) -> torch.Tensor:
+    """The same numbers, transposed in memory or with gaps."""
+    t = to_torch(x)
+    if layout == "T":
+        return t.mT.contiguous().mT
+    if layout == "gaps":
+        wide = torch.zeros((*t.shape[:-1], 2 * t.shape[-1] + 3), dtype=t.dtype)
+        wide[..., 1 : 1 + 2 * t.shape[-1] : 2] = t
+        return wide[..., 1 : 1 + 2 * t.shape[-1] : 2]
+    return t
+
+
+def random(rng: Any, shape: tuple[int, ...], dtype: str, spread: int = 6) -> Any:
+    return np.ldexp(rng.standard_normal(shape), rng.integers(-spread, spread, shape)).astype(NUMPY[dtype])
+
+
+def layouts() -> Iterator[Case]:
+    rng = np.random.default_rng(0)
+    sizes = [(1, 1, 1), (17, 130, 33), (40, 17, 1), (1, 130, 40), (33, 257, 65)]
+    for i, (m, k, n) in enumerate(sizes):
+        for j, (p, q) in enumerate([("N", "N"), ("N", "T"), ("T", "N"), ("T", "T"), ("gaps", "gaps"), ("T", "gaps")]):
+            dtype = list(NUMPY)[(i + j) % 3]
+            a, b = random(rng, (m, k), dtype), random(rng, (k, n), dtype)
+            expected = bits(to_torch(matmul(a, b, "int16", engine=DEFINITION)))
+            for config in (SMALL, BY_POINTER) if j < 2 else (SMALL,):
+                yield (
+                    f"{m, k, n} {p}{q} {dtype} {config}",
+                    bits(product(laid_out(a, p), laid_out(b, q), None, config)) == expected,
+                )
+
+
+def pieces() -> Iterator[Case]:
+    """Long contracted axes, cut: the exact sums of pieces are joined in 64 bits."""
+    rng = np.random.default_rng(1)
+    for i, (m, k, n) in enumerate([(1, 1000, 17), (33, 385, 40), (5, 129, 1)]):
+        dtype = list(NUMPY)[i % 3]
+        a, b = random(rng, (m, k), dtype), random(rng, (k, n), dtype)
+        expected = bits(to_torch(matmul(a, b, "int16", engine=DEFINITION)))
+        for count in (2, 3, 8):
+            for tile in (SMALL, BY_POINTER):
+                found = product(to_torch(a), to_torch(b), None, tile._replace(pieces=count))
+                yield f"{m, k, n} {dtype} {count} {tile}", bits(found) == expected
+
+
+def extremes() -> Iterator[Case]:
+    """The digits and sums that are largest in magnitude, at the longest axis of one accumulator and beyond."""
+    for k, pieces in ((65536, 1), (65536, 2), (2 * 65536, 2)):
+        for x in (32639, -32639, 32512 - 128):
+            a, b = np.full((1, k), x, np.float32), np.full((k, 2), x, np.float32)
+            b[:, 1] = -x
+            expected = bits(to_torch(matmul(a, b, "int16", engine=DEFINITION)))
+            tile = Tiles(16, 16, 8192, 1, True, 4, 1, pieces)
+            yield f"{k} times {x}", bits(product(to_torch(a), laid_out(b, "T"), None, tile)) == expected
+
+
+def scales() -> Iterator[Case]:
+    """Results at the ends of the range, subnormal ones and zeros, every exponent of an element."""
+    rng = np.random.default_rng(2)
+    for dtype, low, high in (("float16", -24, 15), ("bfloat16", -133, 127), ("float32", -149, 127)):
+        for middle in (low, (low + high) // 2, high, None):
+            at = np.int64(0) if middle is None else middle
+            spread = (high - low) if middle is None else 3
+            powers = np.clip(at + rng.integers(-spread, spread + 1, (40, 20)), low, high)
+            with np.errstate(over="ignore"):
+                a = np.ldexp(rng.uniform(-1.99, 1.99, (40, 20)), powers).astype(NUMPY[dtype])
+                a[np.isinf(a)] = 1
+            a[3], a[5, 2:] = 0, 0
+            opposite = np.clip(rng.integers(-1, 2, (20, 33)) - (at if middle is not None else 0), low, high)
+            for b_powers in (opposite, np.clip(at + opposite * 0, low, high)):
+                b = np.ldexp(rng.uniform(-1.9, 1.9, (20, 33)), b_powers).astype(NUMPY[dtype])
+                expected = bits(to_torch(matmul(a, b, "int16", engine=DEFINITION)))
+                for tile in (SMALL, IN_PIECES):
+                    found = product(to_torch(a), to_torch(b), None, tile)
+                    yield f"{dtype} {middle} {tile.pieces}", bits(found) == expected
+
+
+def special() -> Iterator[Case]:
+    """Operands with NaN, infinities and zeros."""
+    rng = np.random.default_rng(3)
+    values = [np.nan, np.inf, -np.inf, 0.0, -0.0]
+    for dtype in NUMPY:
+        for m, k, n, share in ((40, 130, 70, 0.002), (40, 130, 70, 0.05), (3, 7, 5, 0.4), (1, 1, 1, 1.0)):
+            a, b = random(rng, (m, k), dtype), random(rng, (k, n), dtype)
+            for x in (a, b):
+                x[rng.random(x.shape) < share] = rng.choice(values)
+            for x in (a, b):
+                some = rng.random(x.shape) < share
+                x[some] = rng.choice(values, some.sum())
+            expected = bits(to_torch(matmul(a, b, "int16", engine=DEFINITION)))
+            for p, q, tile in (("N", "N", SMALL), ("T", "T", IN_PIECES)):
+                found = product(laid_out(a, p), laid_out(b, q), None, tile)
+                yield f"{dtype} {m, k, n} {p}{q}", bits(found) == expected
+
+
+def balances() -> Iterator[Case]:
+    """Balances of weights and over tokens, and any others."""
+    rng = np.random.default_rng(4)
+    for i, (m, k, n) in enumerate([(17, 130, 33), (5, 300, 70), (1, 1, 1), (9, 2, 20), (3, 1500, 3)]):
+        for dtype in NUMPY:
+            a, b = random(rng, (m, k), dtype), random(rng, (k, n), dtype)
+            a = (a * np.exp2(rng.integers(-6, 7, k)).astype(NUMPY[dtype])).astype(NUMPY[dtype])
+            b[rng.random(k) < 0.2] = 0
+            a[:, rng.random(k) < 0.1] = 0
+            if i == 1:
+                a[0, 5], b[7, 0] = np.nan, np.inf
+            p, q = ("N", "T") if i % 2 else ("T", "N")
+            left, right = laid_out(a, p), laid_out(b, q)
+            weight, tokens = int16.balance_of(b), int16.balance_between(a, b)
+            yield f"weight {m, k, n} {dtype}", np.array_equal(cuda.balance_of(right).numpy(), weight)
+            yield f"tokens {m, k, n} {dtype}", np.array_equal(cuda.balance_between(left, right).numpy(), tokens)
+            for balance in (weight, tokens, rng.integers(-1024, 1025, k)):
+                with np.errstate(all="ignore"):
+                    expected = bits(to_torch(matmul(a, b, "int16", balance, DEFINITION)))
+                yield f"{m, k, n} {dtype} {balance[:4]}", bits(product(left, right, balance)) == expected
+    b = random(rng, (3, 0), "float32")
+    yield "no columns", np.array_equal(cuda.balance_of(to_torch(b)).numpy(), int16.balance_of(b))
+
+
+def batches() -> Iterator[Case]:
+    """Stacks of matrices whose batches broadcast, joined to one matrix where they can be."""
+    rng = np.random.default_rng(5)
+    shapes = [
+        ((3, 17, 20), (20, 9)), ((3, 17, 20), (3, 20, 9)), ((17, 20), (2, 20, 9)), ((2, 1, 5, 20), (3, 20, 9)),
+        ((2, 3, 5, 20), (2, 1, 20, 9)), ((2, 3, 5, 20), (20, 9)), ((1, 1, 5, 20), (1, 20, 9)), ((0, 5, 20), (20, 9)),
+        ((2, 5, 0), (0, 9)), ((2, 0, 4), (4, 9)),
+    ]  # fmt: skip
+    for i, (left, right) in enumerate(shapes):
+        for layout in ("N", "T", "gaps"):
+            dtype = list(NUMPY)[i % 3]
+            a, b = random(rng, left, dtype), random(rng, right, dtype)
+            if i == 3:
+                a.reshape(-1)[30] = np.inf
+            with np.errstate(all="ignore"):
+                expected = bits(to_torch(matmul(a, b, "int16", engine=DEFINITION)))
+            for tile in (SMALL, IN_PIECES):
+                found = product(laid_out(a, layout), laid_out(b, layout), None, tile)
+                yield f"{left} {right} {layout} {dtype} {tile.pieces}", bits(found) == expected
+    a, b = random(rng, (1, 4, 20), "float32"), random(rng, (20, 9), "float32")
+    expected = bits(to_torch(matmul(np.broadcast_to(a, (3, 4, 20)), b, "int16", engine=DEFINITION)))
+    yield "expanded", bits(product(to_torch(a).expand(3, 4, 20), to_torch(b))) == expected
+
+
+def rows() -> Iterator[Case]:
+    """The bias of a linear layer, NaN included."""
+    rng = np.random.default_rng(6)
+    for dtype in (*NUMPY, "float64"):
+        kind = NUMPY.get(dtype, np.float64)
+        x, bias = rng.standard_normal((33, 47)).astype(kind), rng.standard_normal(47).astype(kind)
+        x[3, 4], bias[5], x[7, 8], bias[8] = np.nan, np.inf, -np.inf, np.inf
+        with np.errstate(all="ignore"):
+            expected = narrow(widen(x) + widen(bias), x.dtype)
+        out = torch.empty((33, 47), dtype=getattr(torch, dtype))
+        cuda.add_to_rows(to_torch(x), to_torch(bias), out)
+        yield dtype, bits(out) == bits(to_torch(expected))
+
+
+SUITES = {
+    "layouts": layouts, "pieces": pieces, "extremes": extremes, "scales": scales, "special": special,
+    "balances": balances, "batches": batches, "rows": rows,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    report(SUITES)
