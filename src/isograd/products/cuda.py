@@ -30,7 +30,7 @@ _HELD = 16384  # elements of a line that a program holds
 _TILE = 4096  # elements of a tile, where lines are short
 _MOST_CHUNKS = 64
 _BALANCED = 16384  # exponents that one program holds to find their median
-_REPAIRED = (64, 2048)  # entries of a tile, columns of a program
+_REPAIRED = (32, 2048)  # entries of a tile, columns of a program
 _ELEMENTS = 1024
 
 
