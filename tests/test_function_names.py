@@ -134,7 +134,7 @@ WITHOUT_ARRAYS = {
 FLAGS = {"causal", "keepdims", "bias_gradient"}
 # What an error may speak of in place of an argument: its parts, the one that it does not go with, or all alike.
 ALSO = {
-    "cu_seqlens": "cu_seqlens_q", "segment_ids": "q_segment_ids", "dy": "y has (shape|dtype)",
+    "cu_seqlens": "cu_seqlens_q", "segment_ids": "q_segment_ids", "dy": "y has (shape|dtype)|shape",
     "x": "shape|operands?|got", "logits": "shape", "student": "shape", "w": "shape", "a": "operands?",
     "b": "operands?|shapes?", "y": "operands?|shapes?",
 }  # fmt: skip

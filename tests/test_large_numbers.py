@@ -70,10 +70,14 @@ CALLS = {
     },
     "seed": {
         "gumbel_softmax": lambda n: ig.gumbel_softmax(X, seed=n),
+        "dropout": lambda n: ig.dropout(X, seed=n),
         "attention": lambda n: ig.attention(Q, Q, Q, dropout_p=0.5, seed=n),
         "random": lambda n: random.normal(3, n),
     },
-    "offset": {"gumbel_softmax": lambda n: ig.gumbel_softmax(X, seed=0, offset=n)},
+    "offset": {
+        "gumbel_softmax": lambda n: ig.gumbel_softmax(X, seed=0, offset=n),
+        "dropout": lambda n: ig.dropout(X, seed=0, offset=n),
+    },
     "count": {
         "cross_entropy": lambda n: ig.cross_entropy(X, T, count=n),
         "linear_cross_entropy": lambda n: ig.linear_cross_entropy(X, X, T, count=n),

@@ -26,6 +26,13 @@ from isograd.ops.distillation_loss.operation import (
     DistillationLossDescriptor,
     DistillationLossPlan,
 )
+from isograd.ops.dropout.api import (
+    dropout,
+)
+from isograd.ops.dropout.operation import (
+    DropoutDescriptor,
+    DropoutPlan,
+)
 from isograd.ops.gated.api import (
     gelu_mul,
     gelu_mul_backward,
@@ -81,6 +88,16 @@ from isograd.ops.rmsnorm.operation import (
     RmsnormBackwardPlan,
     RmsnormDescriptor,
     RmsnormPlan,
+)
+from isograd.ops.rotary.api import (
+    rotary,
+    rotary_backward,
+)
+from isograd.ops.rotary.operation import (
+    RotaryBackwardDescriptor,
+    RotaryBackwardPlan,
+    RotaryDescriptor,
+    RotaryPlan,
 )
 from isograd.ops.router.api import (
     expert_counts,
@@ -163,6 +180,8 @@ __all__ = [
     "DistillationLossBackwardPlan",
     "DistillationLossDescriptor",
     "DistillationLossPlan",
+    "DropoutDescriptor",
+    "DropoutPlan",
     "ExpertCountsDescriptor",
     "ExpertCountsPlan",
     "ExpertPermutationDescriptor",
@@ -215,6 +234,10 @@ __all__ = [
     "RmsnormBackwardPlan",
     "RmsnormDescriptor",
     "RmsnormPlan",
+    "RotaryBackwardDescriptor",
+    "RotaryBackwardPlan",
+    "RotaryDescriptor",
+    "RotaryPlan",
     "RouterZLossBackwardDescriptor",
     "RouterZLossBackwardPlan",
     "RouterZLossDescriptor",
@@ -239,6 +262,7 @@ __all__ = [
     "TopKPlan",
     "distillation_loss",
     "distillation_loss_backward",
+    "dropout",
     "expert_counts",
     "expert_permutation",
     "gelu",
@@ -265,6 +289,8 @@ __all__ = [
     "renormalize_backward",
     "rmsnorm",
     "rmsnorm_backward",
+    "rotary",
+    "rotary_backward",
     "router_z_loss",
     "router_z_loss_backward",
     "silu",

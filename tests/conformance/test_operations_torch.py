@@ -64,6 +64,8 @@ def asked(name, results, given):
 @pytest.mark.parametrize("name", NAMES)
 def test_bits_of_the_reference(name):
     for i, shape in enumerate([(4, 3), (2, 3, 4), (5,), (0, 3), (3, 1)]):
+        if shape[-1] < OPERATIONS[name].least_size:
+            continue
         made, settings, given = problem(name, i, shape)
         found = asked(name, operator(name)(*arguments(name, made, settings, given)), given)
         assert [raw(r.numpy()) for r in found] == list(map(raw, expected(OPERATIONS[name], made, settings, given)))

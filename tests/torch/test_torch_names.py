@@ -115,6 +115,16 @@ FUNCTIONS = [
     ),
     ("kl_div", [(X, X.exp())], [((X, X[:1]), "target has shape"), ((X, X.double()), "target has dtype")]),
     ("distillation_loss", [(X, X)], [((X, X[:1]), ""), ((X, X, -1.0), "temperature is")]),
+    (
+        "rotary",
+        [(X, P[:, :1], P[:, :1]), (X, P[:, :1], P[:, :1], ROWS)],
+        [
+            ((X, P[:2], P[:2]), "cos has shape"),
+            ((X, P, P, INDEX[0]), "positions has shape"),
+            ((X, P, P, FAR), r"positions\[2\] is 9"),
+            ((INTEGERS, P, P), "input has dtype"),
+        ],
+    ),
     ("silu", [(X,)], [((INTEGERS,), "input has dtype"), ((None,), "input")]),
     ("gelu", [(X,), (X, "tanh")], [((X, "erf"), "approximate is 'erf'"), ((INTEGERS,), "input has dtype")]),
     ("silu_mul", [(X, X)], [((X, X[:1]), "gate has shape"), ((X, X.double()), ""), ((INTEGERS, X), "gate has dtype")]),
@@ -142,6 +152,10 @@ FUNCTIONS = [
 ]
 KEYWORDS = {
     "gumbel_softmax": ([((X,), {"seed": 1})], [((X, -1.0), {"seed": 0}, "tau is"), ((X,), {"seed": -1}, "seed is")]),
+    "dropout": (
+        [((X, 0.1), {"seed": 1}), ((X, 0.1, False), {"seed": 1})],
+        [((X, 1.5), {"seed": 1}, "p is 1.5"), ((X,), {"seed": -1}, "seed is"), ((INTEGERS,), {"seed": 1}, "input has")],
+    ),
     "matmul": ([((X, X.T), {"precision": "int16"})], [((X, X.T), {"precision": "int8"}, "precision is 'int8'")]),
     "attention": (
         [((Q, Q, Q), {"dropout_p": 0.5, "seed": 3}), ((Q, Q, Q), {"dropout_p": 0.5})],

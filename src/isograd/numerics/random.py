@@ -6,6 +6,7 @@ part of it can be had without the rest. Integers become floats by exact operatio
 square root and the contract's own logarithm, never that of NumPy or of the C library, which differ between machines.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -127,3 +128,10 @@ def normal(shape: int | tuple[int, ...], seed: int, stream: int = 0, dtype: Any 
 def permutation(count: int, seed: int, stream: int = 0) -> NDArray[np.int64]:
     """A random order of range(count). seed and stream as in `integers`."""
     return np.argsort(integers(count, seed, stream), kind="stable").astype(np.int64, copy=False)
+
+
+# --- numbers of elements ---------------------------------------------------------------------------------------------
+def number_strides(shape: tuple[int, ...], batched: bool) -> tuple[int, ...]:
+    """The strides of the elements' numbers, which count in C order; anew at every place of a batch."""
+    steps = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    return (0 if batched else steps[0], *steps[1:])

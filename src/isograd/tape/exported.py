@@ -7,6 +7,9 @@ from isograd.ops.activation.api import (
 from isograd.ops.distillation_loss.api import (
     distillation_loss,
 )
+from isograd.ops.dropout.api import (
+    dropout,
+)
 from isograd.ops.gated.api import (
     gelu_mul,
     silu_mul,
@@ -22,6 +25,9 @@ from isograd.ops.layernorm.api import (
 )
 from isograd.ops.rmsnorm.api import (
     rmsnorm,
+)
+from isograd.ops.rotary.api import (
+    rotary,
 )
 from isograd.ops.router.api import (
     load_balancing_loss,
@@ -42,6 +48,7 @@ from isograd.ops.sparsemax.api import (
 
 __all__ = [
     "distillation_loss",
+    "dropout",
     "gelu",
     "gelu_mul",
     "gumbel_softmax",
@@ -54,6 +61,7 @@ __all__ = [
     "moe_router",
     "renormalize",
     "rmsnorm",
+    "rotary",
     "router_z_loss",
     "silu",
     "silu_mul",

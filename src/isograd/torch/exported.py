@@ -7,6 +7,9 @@ from isograd.ops.activation.torch import (
 from isograd.ops.distillation_loss.torch import (
     distillation_loss,
 )
+from isograd.ops.dropout.torch import (
+    dropout,
+)
 from isograd.ops.gated.torch import (
     geglu,
     gelu_mul,
@@ -24,6 +27,9 @@ from isograd.ops.layernorm.torch import (
 )
 from isograd.ops.rmsnorm.torch import (
     rms_norm,
+)
+from isograd.ops.rotary.torch import (
+    rotary,
 )
 from isograd.ops.router.torch import (
     expert_counts,
@@ -48,6 +54,7 @@ from isograd.ops.sparsemax.torch import (
 
 __all__ = [
     "distillation_loss",
+    "dropout",
     "expert_counts",
     "expert_permutation",
     "geglu",
@@ -64,6 +71,7 @@ __all__ = [
     "moe_router",
     "renormalize",
     "rms_norm",
+    "rotary",
     "router_z_loss",
     "silu",
     "silu_mul",

@@ -37,8 +37,9 @@ from isograd.numerics.numba_sum import (
     sum_scale,
 )
 from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
+from isograd.numerics.random import number_strides
 from isograd.numerics.reference import work_dtype
-from isograd.ops.gumbel_softmax.reference import LAST_WORD, number_strides
+from isograd.ops.gumbel_softmax.reference import LAST_WORD
 from isograd.rows.numba_exponentials import largest_quotient, quotient, reciprocal, row_shift, term_scale
 from isograd.rows.numba_rows import block_exponentials, block_maximum, fill
 from isograd.rows.walk import for_rows

@@ -46,12 +46,6 @@ def uniform(index: NDArray[np.uint64], seed: int, dtype: Any) -> Floats:
     return np.asarray(bits.astype(np.float32) * np.float32(2.0**-23) + np.float32(2.0**-24))
 
 
-def number_strides(shape: tuple[int, ...], batched: bool) -> tuple[int, ...]:
-    """The strides of the elements' numbers, which count in C order; anew at every place of a batch."""
-    steps = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    return (0 if batched else steps[0], *steps[1:])
-
-
 def _variates(shape: tuple[int, ...], dtype: Any, seed: int, offset: int, batched: bool) -> Floats:
     """The uniform variates of the elements of a shape."""
     counted = shape[1:] if batched else shape

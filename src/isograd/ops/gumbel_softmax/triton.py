@@ -19,46 +19,21 @@ from isograd.core.kernel import launcher
 from isograd.devices.triton_launcher import Launcher, Specification, architecture, kept, merged, rows
 from isograd.numerics import triton_memory as memory
 from isograd.numerics import triton_ops as ops
-from isograd.ops.gumbel_softmax.reference import number_strides
+from isograd.numerics.random import number_strides
+from isograd.numerics.triton_random import number, philox
+from isograd.ops.gumbel_softmax.reference import LAST_WORD
 from isograd.ops.softmax.triton import launch as softmax
 from isograd.rows import triton_rows
 from isograd.rows import triton_tiles as tiles
 from isograd.rows.triton_launch import Strides, Tile, halves, launch_rows, tile, words_of
 from isograd.runtime.fenv import default_environment
 
-_M0, _M1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
-_K0, _K1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
-_ALL = tl.constexpr(0xFFFFFFFF)
+_WORD = tl.constexpr(LAST_WORD)
 _NUMBERS = ("factor_low", "factor_high", "seed_low", "seed_high", "offset_low", "offset_high")
 _ELEMENTS = 1024  # of a tile of elements
 
 
 # --- noise -----------------------------------------------------------------------------------------------------------
-@triton.jit
-def _words(value, like):
-    """A constant as unsigned words."""
-    return tl.full(like.shape, value, tl.uint32)
-
-
-@triton.jit
-def philox(block, seed_low, seed_high):
-    """The four words of Philox-4x32-10 for blocks that uint64 counts; the last word of the counter is all ones."""
-    c0, c1 = (block & _ALL).to(tl.uint32), (block >> 32).to(tl.uint32)
-    c2, c3 = _words(0, block), _words(_ALL, block)
-    k0 = _words(0, block) + seed_low.to(tl.uint32, bitcast=True)
-    k1 = _words(0, block) + seed_high.to(tl.uint32, bitcast=True)
-    a, b = _words(_M0, block), _words(_M1, block)
-    for _ in tl.static_range(10):
-        first, third = c0, c2
-        c0 = tl.umulhi(b, third) ^ c1 ^ k0
-        c2 = tl.umulhi(a, first) ^ c3 ^ k1
-        c1 = b * third
-        c3 = a * first
-        k0 += _words(_K0, block)
-        k1 += _words(_K1, block)
-    return c0, c1, c2, c3
-
-
 @triton.jit
 def _variate(word, high, work: tl.constexpr):
     """The variate in (0, 1) of a word, or of a pair of words, the low one first."""
@@ -79,11 +54,11 @@ def _noise(index, seed_low, seed_high, work: tl.constexpr):
     """The noise of numbers that int64 counts modulo 2^64, a block for each."""
     index = index.to(tl.uint64, bitcast=True)
     if work == tl.float64:
-        w0, w1, w2, w3 = philox(index >> 1, seed_low, seed_high)
+        w0, w1, w2, w3 = philox(index >> 1, _WORD, seed_low, seed_high)
         odd = (index & 1) == 1
         return _gumbel(_variate(tl.where(odd, w2, w0), tl.where(odd, w3, w1), work))
     else:
-        w0, w1, w2, w3 = philox(index >> 2, seed_low, seed_high)
+        w0, w1, w2, w3 = philox(index >> 2, _WORD, seed_low, seed_high)
         odd, upper = (index & 1) == 1, (index & 2) == 2
         word = tl.where(upper, tl.where(odd, w3, w2), tl.where(odd, w1, w0))
         return _gumbel(_variate(word, word, work))
@@ -98,7 +73,7 @@ def _noise_of_neighbours(index, seed_low, seed_high, work: tl.constexpr):
     shape: tl.constexpr = (index.shape[0], index.shape[1], index.shape[2], count // each, each)
     # The first number of each block: the others are at most `each` - 1 above it.
     first = tl.min(tl.reshape(index >> (1 if work == tl.float64 else 2), shape).to(tl.int64, bitcast=True), axis=4)
-    w0, w1, w2, w3 = philox(first.to(tl.uint64, bitcast=True), seed_low, seed_high)
+    w0, w1, w2, w3 = philox(first.to(tl.uint64, bitcast=True), _WORD, seed_low, seed_high)
     if work == tl.float64:
         u = tl.join(_variate(w0, w1, work), _variate(w2, w3, work))
     else:
@@ -123,12 +98,6 @@ def _perturbed(
     return tl.where(mask, (x + g) * factor, float("-inf"))
 
 
-@triton.jit
-def _number(low, high):
-    """The number of a call's first element, which comes in int32 words."""
-    return (high.to(tl.int64) << 32) | (low.to(tl.int64) & tl.full((), 0xFFFFFFFF, tl.int64))
-
-
 # --- kernels ---------------------------------------------------------------------------------------------------------
 @triton.jit(do_not_specialize=list(_NUMBERS))
 def gumbel_softmax_rows(
@@ -148,7 +117,7 @@ def gumbel_softmax_rows(
     inside = tiles.broad(row < inner)
     x_ptr += memory.outer_offset(outer, outer_shape, x_outer)
     y_ptr += memory.outer_offset(outer, outer_shape, y_outer)
-    offset = _number(offset_low, offset_high)
+    offset = number(offset_low, offset_high)
     offset += memory.outer_offset(outer, outer_shape, number_outer)
     index = tiles.broad(offset + row * number_inner) + column * number_axis
     held = _perturbed(
@@ -204,7 +173,7 @@ def perturbed_elements(
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = position < count
     x = ops.widen(tl.load(x_ptr + memory.element_offset(position, shape, x_strides), mask=mask, other=0.0), False)
-    index = _number(offset_low, offset_high) + memory.element_offset(position, shape, number_strides)
+    index = number(offset_low, offset_high) + memory.element_offset(position, shape, number_strides)
     if WHOLE:
         each: tl.constexpr = 2 if work == tl.float64 else 4
         g = _noise_of_neighbours(tl.reshape(index, (BLOCK // each, 1, 1, each)), seed_low, seed_high, work)

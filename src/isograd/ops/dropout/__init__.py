@@ -1,0 +1,1 @@
+"""Dropout whose mask belongs to the numbers of elements."""
