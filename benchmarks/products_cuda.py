@@ -4,7 +4,7 @@
 
 TFLOP/s are those of the product that is asked for, 2 M N K; torch._int_mm multiplies matrices of one byte, of which the
 product needs four, and its figure is a quarter of what it reaches. With slicing, both operands are cut anew. Bits are
-compared with those of the CPU first. --tiles times every tile of a list at the first and the last size, without slicing.
+compared with those of the CPU first. --tiles times every tile of a list at the first and the last size.
 """
 
 import argparse
@@ -19,22 +19,23 @@ from device_times import measure
 import isograd.torch as igt
 from isograd.cli.bench_cuda import environment
 from isograd.products import cuda
-from isograd.products.tiles import Tiles
+from isograd.products.tiles import HOPPER, Tiles
 
 SIZES = ((8192, 8192, 8192), (16384, 4096, 4096), (16384, 14336, 4096), (4096, 4096, 16384))
+_TRITON = (
+    (128, 256, 128, 8, 3), (128, 256, 128, 8, 4), (256, 128, 128, 8, 3), (256, 128, 128, 8, 4),
+    (128, 128, 128, 8, 4), (128, 128, 128, 4, 3), (128, 256, 64, 8, 6), (256, 128, 64, 8, 6),
+)  # fmt: skip
 TILES = [
-    Tiles(rows, columns, depth, group, True, warps, stages)
-    for rows, columns, depth, warps, stages in (
-        (128, 256, 128, 8, 3), (128, 256, 128, 8, 4), (256, 128, 128, 8, 3), (256, 128, 128, 8, 4),
-        (128, 128, 128, 8, 4), (128, 128, 128, 4, 3), (128, 256, 64, 8, 6), (256, 128, 64, 8, 6),
-    )
-    for group in (8, 16)
-]  # fmt: skip
+    *[HOPPER._replace(group=group, stages=stages) for stages in (4, 3) for group in (4, 8, 16)],
+    *[Tiles(rows, columns, depth, 8, True, warps, stages) for rows, columns, depth, warps, stages in _TRITON],
+    Tiles(128, 256, 128, 16, True, 8, 3),
+]
 
 
 def check_bits() -> None:
-    """Compare a small product with the CPU's."""
-    for m, k, n in ((300, 520, 270), (128, 70_000, 64)):
+    """Compare products with the CPU's: small, many tiles, and a long contracted axis."""
+    for m, k, n in ((300, 520, 270), (2100, 520, 4100), (128, 70_000, 64)):
         a, b = (torch.randn(s).bfloat16() for s in ((m, k), (k, n)))
         if not torch.equal(igt.matmul(a.cuda(), b.cuda()).cpu(), igt.matmul(a, b)):
             raise SystemExit(f"the product {m} x {n} x {k} differs from the CPU's")

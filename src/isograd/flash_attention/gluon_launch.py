@@ -3,15 +3,13 @@
 TMA reads and writes whole tiles through descriptors of the tensors, which the driver makes for every launch.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from isograd.core import faults
-from isograd.devices.triton_launcher import Launcher, Specification, kept, processors
+from isograd.devices.tma_launcher import Block, BlockLauncher
+from isograd.devices.triton_launcher import Specification, kept, processors
 from isograd.flash_attention import gluon_backward, gluon_forward
 from isograd.flash_attention import gluon_steps as steps
 from isograd.flash_attention import triton_rows_launch as rows_launch
@@ -75,44 +73,9 @@ def backward_tiles(head_dim: int) -> BackwardTiles:
 
 
 # --- descriptors -----------------------------------------------------------------------------------------------------
-class Block(NamedTuple):
-    """A tensor [B, H, L, D] that is read or written in blocks of rows and columns."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    rows: int
-    columns: int
-
-    def described(self, base: Any, dtype: torch.dtype) -> TensorDescriptor:
-        """The descriptor of a tensor at `base`."""
-        layout = gl.NVMMASharedLayout(128, 8 * dtype.itemsize, 4)
-        return TensorDescriptor(base, list(self.shape), list(self.strides), [1, 1, self.rows, self.columns], layout)
-
-
-class BlockLauncher(Launcher):
-    """A launcher whose first tensors are given to the kernel as descriptors of blocks."""
-
-    __slots__ = ("_blocks",)
-
-    def __init__(self, kernel: Any, specification: Specification, blocks: Sequence[Block]) -> None:
-        super().__init__(kernel, specification)
-        self._blocks = tuple(blocks)
-
-    def described(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """What the compiler is shown of the tensors."""
-        return [*self._descriptors(tensors), *tensors[len(self._blocks) :]]
-
-    def passed(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> list[Any]:
-        """What the driver is given of the tensors."""
-        return [*self._descriptors(tensors), *addresses[len(self._blocks) :]]
-
-    def _descriptors(self, tensors: Sequence[torch.Tensor]) -> list[TensorDescriptor]:
-        return [block.described(t, t.dtype) for block, t in zip(self._blocks, tensors, strict=False)]
-
-
 def _block(t: torch.Tensor, rows: int, columns: int = 0) -> Block:
     strides = [t.shape[-1] if n == 1 else s for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
-    return Block(tuple(t.shape), (*strides, 1), rows, columns or t.shape[-1])
+    return Block(tuple(t.shape), (*strides, 1), (1, 1, rows, columns or t.shape[-1]))
 
 
 def _addressable(t: torch.Tensor) -> bool:

@@ -257,6 +257,21 @@ def _product_launcher(s: _Shape, counts: tuple[int, int], dtype: torch.dtype, t:
 
 
 @kept
+def _hopper_launcher(s: _Shape, counts: tuple[int, int], dtype: torch.dtype, t: Tiles, most: int) -> Launcher:
+    from isograd.devices.tma_launcher import Block, BlockLauncher
+    from isograd.products import gluon_gemm
+
+    blocks = _blocks(s.terms)
+    width = 2 * _DEPTH * blocks
+    a, b = (Block((n, width), (width, 1), (size, t.depth)) for n, size in zip(counts, (64, t.columns), strict=True))
+    total = -(-s.m // t.rows) * -(-s.n // t.columns) * s.matrices
+    tail = (s.m, s.n, blocks, total, s.a_lines[0], s.b_lines[0], t.consumers, t.columns, t.depth, t.group, t.stages)
+    # The registers are those of all groups of warps together; they divide them among themselves.
+    specification = Specification(tail, min(total, most), 4, None, 168)
+    return BlockLauncher(gluon_gemm.product_hopper, specification, (a, b))
+
+
+@kept
 def _parts_launcher(s: _Shape, counts: tuple[int, int], t: Tiles) -> Launcher:
     blocks = _blocks(s.terms)
     length = -(-blocks // t.pieces)
@@ -288,7 +303,13 @@ def multiplied(x: Lines, y: Lines, s: _Shape, c: Tensor, config: Tiles | None = 
     arch = architecture(c)
     t = config or tiles.chosen(s.m, s.n, _blocks(s.terms), s.matrices, arch, processors(c))
     counts = x.total, y.total
-    if t.pieces == 1:
+    if t.pieces == 1 and t.consumers and len(s.batch) == 1:
+        most = processors(c)
+        _hopper_launcher(s, counts, c.dtype, t, most)(
+            x.digits.view(x.total, -1), y.digits.view(y.total, -1), x.words, y.words, c
+        )
+    elif t.pieces == 1:
+        t = tiles.triton(t)
         _product_launcher(s, counts, c.dtype, t, arch)(x.digits, y.digits, x.words, y.words, c)
     else:
         z = torch.zeros(c.shape, dtype=torch.int64, device=c.device)

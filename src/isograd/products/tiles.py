@@ -8,7 +8,8 @@ LONGEST = 512  # blocks of 128 elements whose products one accumulator holds
 class Tiles(NamedTuple):
     """Rows and columns of a tile, elements of a step, rows of tiles in a group, whether operands come by TMA.
 
-    pieces: parts of the contracted axis that are computed apart.
+    pieces: parts of the contracted axis that are computed apart. consumers: groups of warps of the kernel for Hopper,
+    with 64 rows each; 0 for Triton's.
     """
 
     rows: int
@@ -19,6 +20,7 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     pieces: int = 1
+    consumers: int = 0
 
     @property
     def fixed(self) -> tuple[int, ...]:
@@ -38,6 +40,7 @@ _PARTS: dict[int, Tiles] = {
     80: Tiles(64, 64, 128, 8, False, 4, 3),
     0: Tiles(64, 64, 128, 8, False, 4, 2),
 }
+HOPPER = Tiles(128, 256, 128, 8, True, 4, 4, 1, 2)
 _LEAST_PIECE = 8  # blocks
 
 
@@ -48,11 +51,16 @@ def chosen(m: int, n: int, blocks: int, matrices: int, arch: int, processors: in
     def count(t: Tiles) -> int:
         return -(-m // t.rows) * -(-n // t.columns) * matrices
 
-    # The first whose last round of tiles leaves few processors idle.
-    every = _TABLE[level]
+    # The first that gives every processor a tile and is not mostly beyond the ends.
+    every = (HOPPER, *_TABLE[90]) if arch == 90 else _TABLE[level]
     fitting = (t for t in every[:-1] if count(t) >= processors and m > t.rows // 2 and n > t.columns // 2)
-    tile = next(fitting, every[-1])
-    parts = _PARTS[level]
-    enough = min(2 * processors // max(count(tile), 1), blocks // _LEAST_PIECE)
-    pieces = max(enough, -(-blocks // LONGEST))
+    tile, parts = next(fitting, every[-1]), _PARTS[level]
+    pieces = -(-blocks // LONGEST)
+    if count(tile) < processors:
+        pieces = max(pieces, min(2 * processors // count(parts), blocks // _LEAST_PIECE))
     return parts._replace(pieces=pieces) if pieces > 1 else tile
+
+
+def triton(t: Tiles) -> Tiles:
+    """The tile for Triton's kernel in place of Hopper's, which takes matrices at even distances alone."""
+    return _TABLE[90][0] if t.consumers else t

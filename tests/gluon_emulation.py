@@ -7,6 +7,7 @@ wait that is missing then shows as a wrong result, an error or a deadlock.
 
 import queue
 import random
+import sys
 import threading
 import time
 import types
@@ -16,7 +17,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from isograd.flash_attention import gluon_backward, gluon_forward, gluon_steps
+from isograd.flash_attention import gluon_steps
+from isograd.numerics.reference import narrow
 
 BFLOAT16, FLOAT16, FLOAT32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))
 _PATIENCE = 20.0  # seconds until a wait counts as a deadlock
@@ -29,6 +31,13 @@ class Tensor(np.ndarray):
     def to(self, dtype: Any, bitcast: bool = False) -> "Tensor":
         return self.view(dtype) if bitcast else self.astype(dtype)
 
+    def permute(self, order: Any) -> "Tensor":
+        return self.transpose(order)
+
+    @property
+    def type(self) -> Any:
+        return types.SimpleNamespace(layout=None)
+
 
 def _tensor(values: Any) -> Any:
     return np.asarray(values).view(Tensor)
@@ -40,13 +49,14 @@ class Pointer:
     def __init__(self, array: np.ndarray, offset: Any = 0) -> None:
         assert array.flags.c_contiguous
         self.array, self.offset = array.reshape(-1), offset
+        self.dtype = types.SimpleNamespace(element_ty=array.dtype)
 
     def __add__(self, offset: Any) -> "Pointer":
         return Pointer(self.array, self.offset + offset)
 
 
 class Described:
-    """A tensor descriptor: a 4-D array, and what lies beyond its ends reads as 0 and is not written."""
+    """A tensor descriptor: an array, and what lies beyond its ends reads as 0 and is not written."""
 
     layout = None
 
@@ -144,7 +154,8 @@ class Product:
     def compute(self) -> None:
         a = self.a.array if isinstance(self.a, Memory) else self.a
         # not by BLAS, whose own threads would be in the way of these
-        value = np.einsum("ik,kj->ij", np.asarray(a).astype(np.float32), self.b.array.astype(np.float32))
+        work, result = (np.float64, np.int32) if self.b.dtype == np.int8 else (np.float32, np.float32)
+        value = np.einsum("ik,kj->ij", np.asarray(a).astype(work), self.b.array.astype(work)).astype(result)
         if self.acc is not None:
             value = value + np.asarray(self.acc.value if isinstance(self.acc, Product) else self.acc)
         self.value = _tensor(value)
@@ -326,6 +337,7 @@ gl = types.SimpleNamespace(
     bfloat16=BFLOAT16,
     float16=FLOAT16,
     float32=FLOAT32,
+    int8=np.dtype(np.int8),
     int16=np.dtype(np.int16),
     int32=np.dtype(np.int32),
     int64=np.dtype(np.int64),
@@ -439,10 +451,17 @@ def _product_wait(outstanding: int, deps: Any) -> Any:
     found = []
     for x in deps:
         if isinstance(x, Product):
-            assert x.value is not None, "a product that was not waited for"
-            x = x.value
+            assert outstanding or x.value is not None, "a product that was not waited for"
+            x = x if x.value is None else x.value
         found.append(x)
     return found[0] if len(found) == 1 else tuple(found)
+
+
+# What kernels call of `triton_ops`.
+_ops = types.SimpleNamespace(
+    pow2_32=lambda k: _tensor(((np.asarray(k, np.int32) + 127) << 23).view(np.float32)),
+    narrow=lambda x, dtype, native: _tensor(narrow(np.asarray(x), dtype)),
+)
 
 
 def _rebuilt(module: Any, names: dict[str, Any]) -> types.SimpleNamespace:
@@ -469,6 +488,8 @@ def emulated(module: Any) -> types.SimpleNamespace:
         "warpgroup_mma": _product,
         "warpgroup_mma_wait": _product_wait,
         "steps": shared,
+        "load": _bring,
+        "ops": _ops,
     }
     return _rebuilt(module, names)
 
@@ -483,10 +504,9 @@ def array(tensor: torch.Tensor) -> np.ndarray:
 def call(launcher: Any, *tensors: torch.Tensor, seed: int = 0) -> None:
     """What a launcher does, in place of its `__call__`."""
     tail, programs = launcher._specification[:2]
-    name = launcher._kernel.__name__
-    kernels = vars(emulated(gluon_forward if "forward" in name else gluon_backward))
+    kernels = vars(emulated(sys.modules[launcher._kernel.fn.__module__]))
     blocks = len(launcher._blocks)
     described = [Described(array(t)) for t in tensors[:blocks]]
     pointers = [Pointer(array(t)) for t in tensors[blocks:]]
     numbers = [_Index(x) if isinstance(x, int) else np.float32(x) if isinstance(x, float) else x for x in tail]
-    Launch(programs, seed).run(kernels[name], [*described, *pointers, *numbers])
+    Launch(programs, seed).run(kernels[launcher._kernel.__name__], [*described, *pointers, *numbers])
