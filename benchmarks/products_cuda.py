@@ -19,7 +19,7 @@ from device_times import measure
 import isograd.torch as igt
 from isograd.cli.bench_cuda import environment
 from isograd.products import cuda
-from isograd.products.tiles import HOPPER, Tiles
+from isograd.products.tiles import HOPPER, HOPPER_TALL, Tiles
 
 SIZES = ((8192, 8192, 8192), (16384, 4096, 4096), (16384, 14336, 4096), (4096, 4096, 16384))
 _TRITON = (
@@ -28,6 +28,8 @@ _TRITON = (
 )  # fmt: skip
 TILES = [
     *[HOPPER._replace(group=group, stages=stages) for stages in (4, 3) for group in (4, 8, 16)],
+    *[HOPPER_TALL._replace(group=group) for group in (4, 8, 16)],
+    HOPPER._replace(columns=128, stages=6),
     *[Tiles(rows, columns, depth, 8, True, warps, stages) for rows, columns, depth, warps, stages in _TRITON],
     Tiles(128, 256, 128, 16, True, 8, 3),
 ]

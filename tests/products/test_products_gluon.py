@@ -20,6 +20,7 @@ from isograd.numerics.numba_int16 import product as on_cpu  # noqa: E402
 from isograd.products import cuda, tiles  # noqa: E402
 
 SMALL = tiles.HOPPER._replace(columns=16, stages=3, group=2)
+TALL = tiles.HOPPER_TALL._replace(columns=16, stages=2, group=2)
 
 
 def cut(x: Any) -> cuda.Lines:
@@ -32,10 +33,13 @@ def cut(x: Any) -> cuda.Lines:
     return cuda.Lines(torch.from_numpy(digits), torch.full((n,), 4 * 15, dtype=torch.int32))
 
 
+@pytest.mark.parametrize("tile", [SMALL, TALL])
 @pytest.mark.parametrize(
     ("shape", "programs"), [((200, 300, 50), 3), ((1, 1, 1), 1), ((129, 129, 17), 132), ((64, 600, 16), 1)]
 )
-def test_bits_and_protocol(shape: tuple[int, int, int], programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_and_protocol(
+    shape: tuple[int, int, int], programs: int, tile: tiles.Tiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
     m, k, n = shape
     rng = np.random.default_rng(k)
     a, b = (rng.integers(-32639, 32640, s) for s in ((m, k), (n, k)))
@@ -47,7 +51,7 @@ def test_bits_and_protocol(shape: tuple[int, int, int], programs: int, monkeypat
     monkeypatch.setattr(cuda, "processors", lambda t: programs)
     c = torch.full((m, n), 7.0)
     empty = [torch.empty(s) for s in ((m, k), (k, n))]
-    cuda.multiplied(cut(a), cut(b), cuda._shape(*empty, c), c, SMALL)
+    cuda.multiplied(cut(a), cut(b), cuda._shape(*empty, c), c, tile)
     assert np.array_equal(c.numpy().view(np.int32), expected.view(np.int32))
 
 
@@ -66,13 +70,14 @@ def test_stacks_of_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("tile", [tiles.HOPPER, tiles.HOPPER_TALL])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_compiled_for_hopper(dtype: Any) -> None:
+def test_compiled_for_hopper(dtype: Any, tile: tiles.Tiles) -> None:
     """Products stay asynchronous: where ptxas takes them one by one, it puts a wait behind each."""
     a, b, c = (torch.empty(s, dtype=dtype) for s in ((4096, 256), (256, 4096), (4096, 4096)))
     s = cuda._shape(a, b, c)
     lines = [cuda.Lines(torch.empty(4096, 2, 256, dtype=torch.int8), torch.empty(4096, dtype=torch.int32))] * 2
-    found = kernels_of("sm_90", lambda: cuda.multiplied(*lines, s, c), cuda)
+    found = kernels_of("sm_90", lambda: cuda.multiplied(*lines, s, c, tile), cuda)
     assert sorted(found) == ["product_hopper"]
     kernel = found["product_hopper"]
     assert resources(kernel)["shared"] <= 227 * 1024
@@ -81,9 +86,9 @@ def test_compiled_for_hopper(dtype: Any) -> None:
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    # Two consumers, three sums, four steps of 32 elements, two instructions of 128 columns; two waits a sum.
-    assert len(re.findall(r" IGMMA", text)) == 2 * 3 * 4 * 2
-    assert len(re.findall(r"WARPGROUP\.DEPBAR", text)) == 2 * 3 * 2
+    # Consumers, three sums, four steps of 32 elements, two instructions of 128 columns; two waits a sum.
+    assert len(re.findall(r" IGMMA", text)) == tile.consumers * 3 * 4 * 2
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", text)) == tile.consumers * 3 * 2
     # Nothing spills where products are added.
     for loop in re.findall(r"IGMMA.*?WARPGROUP\.DEPBAR", text, re.DOTALL):
         assert "STL" not in loop

@@ -266,8 +266,8 @@ def _hopper_launcher(s: _Shape, counts: tuple[int, int], dtype: torch.dtype, t: 
     a, b = (Block((n, width), (width, 1), (size, t.depth)) for n, size in zip(counts, (64, t.columns), strict=True))
     total = -(-s.m // t.rows) * -(-s.n // t.columns) * s.matrices
     tail = (s.m, s.n, blocks, total, s.a_lines[0], s.b_lines[0], t.consumers, t.columns, t.depth, t.group, t.stages)
-    # The registers are those of all groups of warps together; they divide them among themselves.
-    specification = Specification(tail, min(total, most), 4, None, 168)
+    # Registers a thread as the program starts; the groups of warps then divide them among themselves.
+    specification = Specification(tail, min(total, most), 4, None, 168 if t.consumers == 2 else 128)
     return BlockLauncher(gluon_gemm.product_hopper, specification, (a, b))
 
 
@@ -305,9 +305,13 @@ def multiplied(x: Lines, y: Lines, s: _Shape, c: Tensor, config: Tiles | None = 
     counts = x.total, y.total
     if t.pieces == 1 and t.consumers and len(s.batch) == 1:
         most = processors(c)
-        _hopper_launcher(s, counts, c.dtype, t, most)(
-            x.digits.view(x.total, -1), y.digits.view(y.total, -1), x.words, y.words, c
+        low = (
+            x.words
+            if t.consumers == 2
+            else torch.empty(most * t.rows * t.columns // 4, dtype=torch.int32, device=c.device)
         )
+        digits = x.digits.view(x.total, -1), y.digits.view(y.total, -1)
+        _hopper_launcher(s, counts, c.dtype, t, most)(*digits, x.words, y.words, c, low)
     elif t.pieces == 1:
         t = tiles.triton(t)
         _product_launcher(s, counts, c.dtype, t, arch)(x.digits, y.digits, x.words, y.words, c)

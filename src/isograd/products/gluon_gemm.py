@@ -119,8 +119,28 @@ def _store_quarter(c_ptr, high, low, row, column, e_ptr, f_ptr, m, n, layout: gl
 
 
 @gluon.jit
+def _own(low_ptr, low, c: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Where the low bytes of a consumer stand in the meantime."""
+    WIDTH: gl.constexpr = low.shape[1]
+    held: gl.constexpr = low.type.layout
+    i = gl.arange(0, 64, layout=gl.SliceLayout(1, held))
+    j = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, held))
+    first = (gl.program_id(0) * CONSUMERS + c) * (64 * WIDTH)
+    return low_ptr + (i[:, None] * WIDTH + j[None, :] + first)
+
+
+@gluon.jit
 def _consume(
-    e_ptr, f_ptr, c_ptr, buffers, barriers, problem, c: gl.constexpr, CONSUMERS: gl.constexpr, GROUP: gl.constexpr
+    e_ptr,
+    f_ptr,
+    c_ptr,
+    low_ptr,
+    buffers,
+    barriers,
+    problem,
+    c: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    GROUP: gl.constexpr,
 ):
     """64 rows of every tile."""
     a_smem, b_smem = buffers
@@ -142,7 +162,11 @@ def _consume(
         x, y = _halves(acc & 255, COLUMNS)
         x, y = _halves(x | (y << 16), COLUMNS // 2)
         low = x | (y << 8)
+        if CONSUMERS > 2:  # registers hold the sums alone; a thread reads again what it wrote itself
+            gl.store(_own(low_ptr, low, c, CONSUMERS), low)
         acc, step = _sum(acc >> 8, step, blocks, buffers, barriers, c, CONSUMERS)
+        if CONSUMERS > 2:
+            low = gl.load(_own(low_ptr, low, c, CONSUMERS))
         row = top + 64 * c
         e = e_ptr + matrix * a_step
         f = f_ptr + matrix * b_step
@@ -159,12 +183,13 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["m", "blocks", "tiles", "a_step", "b_step"])
 def product_hopper(
-    a_desc, b_desc, e_ptr, f_ptr, c_ptr, m, n, blocks, tiles, a_step, b_step,
+    a_desc, b_desc, e_ptr, f_ptr, c_ptr, low_ptr, m, n, blocks, tiles, a_step, b_step,
     CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fill c [matrices, m, n] from lines of digits a and b and their words e and f.
 
-    A matrix' lines are a_step and b_step after those of the one before; tiles: of all matrices.
+    A matrix' lines are a_step and b_step after those of the one before; tiles: of all matrices. low_ptr: room for an
+    int32 for every four entries of a tile of each program, where there are three consumers.
     """
     a_smem = gl.allocate_shared_memory(gl.int8, [STAGES * CONSUMERS, 64, DEPTH], a_desc.layout)
     b_smem = gl.allocate_shared_memory(gl.int8, [STAGES, COLUMNS, DEPTH], b_desc.layout)
@@ -177,12 +202,25 @@ def product_hopper(
     buffers = (a_smem, b_smem)
     barriers = (full, empty)
     problem = (m, n, blocks * 128, tiles, a_step, b_step)
-    gl.warp_specialize(
-        [
-            (_consume, (e_ptr, f_ptr, c_ptr, buffers, barriers, problem, 0, CONSUMERS, GROUP)),
-            (_consume, (e_ptr, f_ptr, c_ptr, buffers, barriers, problem, 1, CONSUMERS, GROUP)),
-            (_produce, (a_desc, b_desc, buffers, barriers, problem, CONSUMERS, GROUP)),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    # Tuples of partitions are written out: they hold the groups' numbers as constants.
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (e_ptr, f_ptr, c_ptr, low_ptr, buffers, barriers, problem, 0, CONSUMERS, GROUP)),
+                (_consume, (e_ptr, f_ptr, c_ptr, low_ptr, buffers, barriers, problem, 1, CONSUMERS, GROUP)),
+                (_produce, (a_desc, b_desc, buffers, barriers, problem, CONSUMERS, GROUP)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (e_ptr, f_ptr, c_ptr, low_ptr, buffers, barriers, problem, 0, CONSUMERS, GROUP)),
+                (_consume, (e_ptr, f_ptr, c_ptr, low_ptr, buffers, barriers, problem, 1, CONSUMERS, GROUP)),
+                (_consume, (e_ptr, f_ptr, c_ptr, low_ptr, buffers, barriers, problem, 2, CONSUMERS, GROUP)),
+                (_produce, (a_desc, b_desc, buffers, barriers, problem, CONSUMERS, GROUP)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )

@@ -9,7 +9,7 @@ class Tiles(NamedTuple):
     """Rows and columns of a tile, elements of a step, rows of tiles in a group, whether operands come by TMA.
 
     pieces: parts of the contracted axis that are computed apart. consumers: groups of warps of the kernel for Hopper,
-    with 64 rows each; 0 for Triton's.
+    with 64 rows each, two or three; 0 for Triton's.
     """
 
     rows: int
@@ -41,6 +41,7 @@ _PARTS: dict[int, Tiles] = {
     0: Tiles(64, 64, 128, 8, False, 4, 2),
 }
 HOPPER = Tiles(128, 256, 128, 8, True, 4, 4, 1, 2)
+HOPPER_TALL = Tiles(192, 256, 128, 8, True, 4, 3, 1, 3)
 _LEAST_PIECE = 8  # blocks
 
 
