@@ -141,3 +141,38 @@ def test_what_is_refused():
         igt.linear(x, w, precision="bf16")
     with pytest.raises(ig.InvalidProblemError, match=r"matmul: the batches of input .* do not broadcast"):
         igt.matmul(normal(2, 3, 4), normal(3, 4, 5))
+
+
+# --- experts ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.bfloat16, None), (torch.float32, "int16")])
+def test_grouped_linear_has_the_bits_of_each_expert_alone(dtype, precision):
+    ends, g = [0, 5, 5, 6, 19], normal(19, 7, dtype=dtype, grad=False)
+    x, w, bias = normal(19, 40, dtype=dtype), normal(4, 7, 40, dtype=dtype), normal(4, 7, dtype=dtype)
+    y = igt.grouped_linear(x, w, torch.tensor(ends), bias, precision=precision)
+    dx, dw, db = torch.autograd.grad(y, (x, w, bias), g)
+    for e in range(4):
+        here = slice(ends[e], ends[e + 1])
+        alone = [t.detach().clone().requires_grad_() for t in (x[here], w[e], bias[e])]
+        z = igt.linear(*alone, precision=precision)
+        grads = torch.autograd.grad(z, alone, g[here])
+        assert bits(y[here]) == bits(z)
+        assert [bits(t) for t in (dx[here], dw[e], db[e])] == [bits(t) for t in grads]
+    assert bits(igt.grouped_linear(x, w, ends, precision=precision)) != bits(y)
+    assert igt.grouped_linear(x[:0], w[:0], [0], precision=precision).shape == (0, 7)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "words"),
+    [
+        ([0, 5, 3], "offsets go from 0 to 3 for 3 rows; expected 0 to 3 without a decrease"),
+        ([0, 1, 2], "from 0 to 2 for 3 rows"),
+        (torch.tensor([1, 2, 3]), "from 1 to 3 for 3 rows"),
+        ([0, 3], "2 offsets for 2 experts; expected one more"),
+        (torch.tensor([0.0, 1, 3]), "offsets is torch.float32"),
+    ],
+)
+def test_errors_of_grouped_linear(offsets, words):
+    with pytest.raises(ig.errors.InvalidProblemError, match=f"grouped_linear: .*{words}"):
+        igt.grouped_linear(torch.ones(3, 4), torch.ones(2, 5, 4), offsets)
+    with pytest.raises(ig.errors.InvalidProblemError, match="grouped_linear: input, weight have shapes"):
+        igt.grouped_linear(torch.ones(3, 4), torch.ones(5, 4), [0, 3])

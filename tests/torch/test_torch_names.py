@@ -109,6 +109,17 @@ FUNCTIONS = [
         [((X, X.T), "input has shape"), ((X, X.double()), "weight has dtype"), ((X, X, X[0]), "bias has shape")],
     ),
     (
+        "grouped_linear",
+        [(X, torch.stack([X, X]), [0, 1, 3])],
+        [
+            ((X, X, [0, 3]), "input, weight have shapes"),
+            ((X, X[None], [1, 3]), "offsets go from 1 to 3"),
+            ((X, X[None].double(), [0, 3]), "weight has dtype"),
+            ((INTEGERS, INTEGERS[None], [0, 3]), "input has dtype"),
+            ((X, META[None], [0, 3]), "input is on cpu, weight is on meta"),
+        ],
+    ),
+    (
         "linear_cross_entropy",
         [(X, X, ROWS)],
         [((X, X, FAR), "targets"), ((X, X[:, :2], ROWS), "weight"), ((X, X, ROW), "targets")],

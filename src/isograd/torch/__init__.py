@@ -32,6 +32,7 @@ from isograd.torch import exported
 from isograd.torch.clipping import clip_grad_norm_, get_total_norm
 from isograd.torch.dot_product import attention, scaled_dot_product_attention
 from isograd.torch.exported import *  # noqa: F403
+from isograd.torch.grouped import grouped_linear
 from isograd.torch.huggingface import register_transformers
 from isograd.torch.indexing import embedding, gather, index_add, index_select, scatter_add, take_along_dim
 from isograd.torch.losses import (
@@ -70,6 +71,7 @@ __all__ = [
     "embedding",
     "gather",
     "get_total_norm",
+    "grouped_linear",
     "index_add",
     "index_select",
     "linear",

@@ -1,6 +1,7 @@
 """The modules that `convert` knows, by the names of their classes, and what it makes of them."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from isograd.ops.router import torch as routing
 from isograd.rotary import rotary_table
 from isograd.torch.exported import gelu, gelu_mul, layer_norm, rms_norm, silu, silu_mul
 from isograd.torch.indexing import embedding
-from isograd.torch.product_functions import linear
+from isograd.torch.product_functions import grouped_linear, linear
 from isograd.torch.switch import use
 from isograd.torch.tensors import work_dtype
 
@@ -168,24 +169,27 @@ def _mlp(m: Any, x: Tensor) -> Any:
     return m.down_proj(_gated(m.act_fn, m.gate_proj(x), m.up_proj(x)))
 
 
+def _torch_grouped(rows: Tensor, weight: Tensor, offsets: list[int]) -> Tensor:
+    """Products of torch's, of the rows of each expert."""
+    parts = torch.split(rows, [end - start for start, end in itertools.pairwise(offsets)])
+    return torch.cat([F.linear(part, one) for part, one in zip(parts, weight.unbind(), strict=True)])
+
+
 def _experts(
-    m: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, product: Call = F.linear
+    m: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, product: Call = _torch_grouped
 ) -> Tensor:
     """Rows sorted by expert, products for each, and an order-free sum over every token's experts."""
     order, offsets = routing.expert_permutation(top_k_index, m.num_experts)
     rows = routing.moe_permute(hidden_states, order, top_k_index.shape[-1])
-    parts = []
-    sizes = offsets.diff().tolist()
-    for part, up, down in zip(torch.split(rows, sizes), m.gate_up_proj.unbind(), m.down_proj.unbind(), strict=True):
-        gate, value = product(part, up).chunk(2, dim=-1)
-        parts.append(product(_gated(m.act_fn, gate, value), down))
-    results = torch.cat(parts)
+    ends = offsets.tolist()
+    gate, value = product(rows, m.gate_up_proj, ends).chunk(2, dim=-1)
+    results = product(_gated(m.act_fn, gate, value), m.down_proj, ends)
     y = routing.moe_combine(results, top_k_weights.to(work_dtype(results.dtype)), order)
     return y.to(hidden_states.dtype)
 
 
 def _experts_products(m: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    return _experts(m, hidden_states, top_k_index, top_k_weights, linear)
+    return _experts(m, hidden_states, top_k_index, top_k_weights, grouped_linear)
 
 
 def _rotary(m: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -277,7 +281,7 @@ for _folder, _family in _FAMILIES.items():
     )
     _BY_PRODUCTS[f"{_place}Experts"] = (
         _experts_products,
-        "isograd.torch.moe_permute, linear in int16, silu_mul or gelu_mul, and moe_combine",
+        "isograd.torch.moe_permute, grouped_linear in int16, silu_mul or gelu_mul, and moe_combine",
     )
     _BY_PRODUCTS[f"{_place}RotaryEmbedding"] = _rotary, "isograd.rotary_table"
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isograd.errors import InvalidProblemError, UnsupportedError
-from isograd.torch import products
+from isograd.torch import grouped, products
 from isograd.torch.broadcasting import add
 from isograd.torch.tensors import require_same_dtype, require_tensor
 
@@ -105,6 +105,12 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`."""
     input, weight, bias = _cast("linear", input, weight, bias)  # noqa: A001
     return products.linear(input, weight, bias, precision=_PRECISION)
+
+
+def grouped_linear(input: Tensor, weight: Tensor, offsets: list[int]) -> Tensor:  # noqa: A002
+    """`linear` of each expert on its rows."""
+    input, weight = _cast("grouped_linear", input, weight)  # noqa: A001
+    return grouped.grouped_linear(input, weight, offsets, precision=_PRECISION)
 
 
 def _contracted(a: Tensor, left: str, b: Tensor, right: str, result: str) -> Tensor:

@@ -35,7 +35,7 @@ def matmul(input: Tensor, other: Tensor, *, precision: Precision | None = None) 
             raise InvalidProblemError(f"matmul: {name} is a scalar; expected at least one dimension")
     left = input.unsqueeze(0) if input.dim() == 1 else input
     right = other.unsqueeze(1) if other.dim() == 1 else other
-    found: Tensor = MATMUL(left, right, _checked("matmul", precision, input))
+    found: Tensor = MATMUL(left, right, checked_precision("matmul", precision, input))
     if other.dim() == 1:
         found = found.squeeze(-1)
     return found.squeeze(-2 if other.dim() > 1 else -1) if input.dim() == 1 else found
@@ -77,13 +77,14 @@ def linear(
     if bias is not None and bias.shape != weight.shape[:1]:
         raise InvalidProblemError(f"linear: bias has shape {tuple(bias.shape)}; expected {tuple(weight.shape[:1])}")
     rows = input.unsqueeze(0) if input.dim() == 1 else input.flatten(0, -2)
-    found: Tensor = MATMUL(rows, weight.t(), _checked("linear", precision, input), "other")
+    found: Tensor = MATMUL(rows, weight.t(), checked_precision("linear", precision, input), "other")
     if bias is not None:
         found = ADD_TO_ROWS(found, bias)
     return found.reshape(*input.shape[:-1], weight.shape[0])
 
 
-def _checked(operation: str, precision: str | None, input: Tensor) -> str:  # noqa: A002
+def checked_precision(operation: str, precision: str | None, input: Tensor) -> str:  # noqa: A002
+    """The operator's word for a precision; raises for another, and for one that does not serve input's dtype."""
     if precision not in (None, "int16", "wide"):
         raise InvalidProblemError(f"{operation}: precision is {precision!r}; accepted: int16, wide, None")
     if precision == "int16" and input.dtype is torch.float64:
