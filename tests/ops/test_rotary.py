@@ -84,6 +84,8 @@ def test_tables_positions_and_layouts_of_torch():
     each = torch.tensor([[0, 1, 2, 3, 4], [8, 0, 3, 3, 7]])
     second = igt.rotary(x[1:], cos[each[1]], sin[each[1]])
     assert torch.equal(igt.rotary(x, cos, sin, each), torch.cat([y[:1], second]))
+    assert torch.equal(igt.rotary(x, cos[each], sin[each]), igt.rotary(x, cos, sin, each))
+    assert torch.equal(igt.rotary(x, cos[None, :5], sin[None, :5]), y)
     half = [t.bfloat16() for t in (cos, sin)]
     assert torch.equal(igt.rotary(x, *half), igt.rotary(x, *[t.float() for t in half]))
 
@@ -99,7 +101,7 @@ def test_errors_of_tables_and_positions():
 
     x, (cos, sin) = torch.ones(2, 3, 5, 16), map(torch.from_numpy, ig.rotary_table(9, 16))
     for args, options, words in (
-        ((x, cos[:4], sin[:4]), {}, "cos has shape .* with at least 5 positions"),
+        ((x, cos[:4], sin[:4]), {}, "cos has shape .* with P at least 5"),
         ((x, cos, sin[0]), {}, "sin has shape"),
         ((x, cos, sin, torch.arange(4)), {}, "positions has shape"),
         ((x, cos, sin, torch.arange(5) + 6), {}, "9"),

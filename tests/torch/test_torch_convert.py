@@ -12,7 +12,7 @@ from torch import nn
 
 import isograd as ig
 import isograd.torch as igt
-from isograd.torch import converted, converting
+from isograd.torch import converted, converting, rotary_positions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -321,6 +321,49 @@ def test_activations_by_themselves():
     assert "left: no operation of isograd's in place" in str(handle.report())
     assert all(m(x).equal(e) for m, e in zip(model, (igt.silu(x), igt.gelu(x), igt.gelu(x, "tanh")), strict=False))
     assert handle.report().modules[1].passed == ()
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Olmo"])
+def test_rotary_positions_are_applied_by_rotary(kind, monkeypatch):
+    model = model_of(kind).eval()
+    ids = torch.randint(0, 48, (2, 7), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        own = model(ids).logits
+    handle = igt.convert(model)
+    report = str(handle.report())
+    assert f"2 x {kind}Attention " in report
+    assert "replaced: isograd.rotary_table" in report
+    seen = []
+    rotary = igt.rotary
+    monkeypatch.setattr(
+        rotary_positions, "rotary", lambda *args, **kwargs: seen.append(args) or rotary(*args, **kwargs)
+    )
+    with torch.no_grad():
+        found = model(ids).logits
+        cached = model(ids[:, :4], use_cache=True).past_key_values
+        step = model(ids[:, 4:], past_key_values=cached).logits
+    assert all(count == 0 for module in handle.report().modules for _, count in module.passed)
+    assert len(seen) == 3 * 2 * 2
+    q, cos, sin = seen[0]
+    assert q.shape == (2, 4, 7, 8)
+    table = [torch.from_numpy(t)[None, :7] for t in ig.rotary_table(32, 8)]
+    assert all(torch.equal(a, b) for a, b in zip((cos, sin), table, strict=True))
+    torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(step, found[:, 4:], rtol=1e-4, atol=1e-5)
+    handle.restore()
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, own)
+
+
+def test_rotary_positions_of_other_kinds_are_left():
+    pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5")
+    from transformers import LlamaConfig, LlamaModel
+
+    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    report = str(igt.convert(LlamaModel(LlamaConfig(**SIZES, rope_parameters=scaled))).report())
+    assert "LlamaRotaryEmbedding" in report
+    assert "left: no operation of isograd's for rotary positions of the kind linear" in report
+    assert "replaced: its rotary positions by isograd.torch.rotary" in report
 
 
 def test_calls_that_cannot_be_served_go_to_torch_and_are_counted():

@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("torch.library", reason="needs torch")
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
 import isograd as ig
 import isograd.torch as igt
@@ -272,6 +273,51 @@ def test_activations_are_replaced():
     with igt.use() as switch:
         F.silu(torch.ones(2, dtype=torch.complex64))
     assert switch.report().not_replaced == {"torch.nn.functional.silu": 1}
+
+
+def test_dropout_of_samples_does_not_depend_on_how_a_step_is_split():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = torch.nn.Dropout(0.3), torch.nn.Dropout(0.5, inplace=True)
+
+        def inner(self, x):
+            return self.two(self.one(x.flatten(0, 1)) * 1).square().view(x.shape)
+
+        def forward(self, x, checkpointed=False):
+            x = torch.dropout(x, 0.1, True)
+            return checkpoint(self.inner, x, use_reentrant=False) if checkpointed else self.inner(x)
+
+    model, x = Model(), torch.rand(8, 3, 5, generator=torch.Generator().manual_seed(0)) + 1
+
+    def step(size, checkpointed=False):
+        found = []
+        for first in range(0, 8, size):
+            samples = range(first, first + size)
+            torch.manual_seed(3)
+            leaf = x[first : first + size].clone().requires_grad_()
+            with igt.use(samples=samples) as switch:
+                y = model(leaf, checkpointed)
+                y.sum().backward()
+            assert torch.equal(leaf.grad == 0, y == 0)
+            assert switch.report().replaced["torch.nn.functional.dropout"] == 2 * (1 + checkpointed)
+            found.append(torch.stack([y.detach(), leaf.grad], 1))
+        return torch.cat(found)
+
+    whole = step(8)
+    assert 0.5 < (whole[:, 0] == 0).float().mean() < 0.85
+    assert all(torch.equal(step(size), whole) for size in (1, 2, 4))
+    assert torch.equal(step(4, True), whole)
+    with igt.use() as switch:
+        model(x)
+    assert switch.report().replaced == {}
+    with igt.use(samples=range(7)) as switch:
+        torch.nn.Dropout()(x)
+        assert torch.nn.Dropout().eval()(x) is x
+    assert switch.report().not_replaced == {"torch.nn.functional.dropout": 1}
+    for wrong in (4, range(0), range(-1, 3), range(0, 8, 2)):
+        with pytest.raises(ig.InvalidProblemError, match="use: samples is"):
+            igt.use(samples=wrong)
 
 
 def test_the_switch_as_a_decorator():

@@ -1,6 +1,5 @@
 """The modules that `convert` knows, by the names of their classes, and what it makes of them."""
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, cast
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from isograd.ops.router import torch as routing
-from isograd.rotary import rotary_table
+from isograd.torch import rotary_positions
 from isograd.torch.exported import gelu, gelu_mul, layer_norm, rms_norm, silu, silu_mul
 from isograd.torch.indexing import embedding
 from isograd.torch.product_functions import grouped_linear, linear
@@ -192,21 +191,6 @@ def _experts_products(m: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_
     return _experts(m, hidden_states, top_k_index, top_k_weights, grouped_linear)
 
 
-def _rotary(m: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions from the table of `isograd.rotary_table`, whose halves are the same."""
-    base = float(m.config.rope_parameters["rope_theta"])
-    table = _rotary_tables(m.config.max_position_embeddings, 2 * m.inv_freq.numel(), base, x.device)
-    cos, sin = (torch.cat([embedding(position_ids, half)] * 2, -1) * m.attention_scaling for half in table)
-    return cos.to(x.dtype), sin.to(x.dtype)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-@functools.lru_cache(maxsize=16)
-def _rotary_tables(length: int, dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    cos, sin = rotary_table(length, dim, base=base)
-    return torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
-
-
 # --- the tables ------------------------------------------------------------------------------------------------------
 _KNOWN: dict[str, tuple[Call, str]] = {
     "torch.nn.modules.sparse.Embedding": (_embedding, "isograd.torch.embedding"),
@@ -240,7 +224,7 @@ _NATIVE = "native product: bits fixed on one kind of machine"
 _NO_OPERATION = "no operation of isograd's"
 _LEFT = {
     "torch.nn.modules.linear.Linear": _NATIVE,
-    "torch.nn.modules.dropout.Dropout": f"{_NO_OPERATION}; torch's generator",
+    "torch.nn.modules.dropout.Dropout": "torch's generator; isograd.torch.use(samples=...) replaces what it calls",
 }
 
 _FAMILIES = {
@@ -274,7 +258,9 @@ for _folder, _family in _FAMILIES.items():
         "isograd.torch.moe_permute, silu_mul or gelu_mul, and moe_combine; its products are native",
     )
     _KNOWN[f"{_place}TextScaledWordEmbedding"] = _scaled_embedding, "isograd.torch.embedding"
-    _LEFT[f"{_place}RotaryEmbedding"] = f"{_NO_OPERATION}; sine and cosine of torch's"
+    _positions = rotary_positions.wide_positions if _folder in ("olmo", "olmo2") else rotary_positions.positions
+    _KNOWN[f"{_place}RotaryEmbedding"] = _positions, "isograd.rotary_table"
+    _KNOWN[f"{_place}Attention"] = rotary_positions.attention, "its rotary positions by isograd.torch.rotary"
     _BY_PRODUCTS[f"{_place}TopKRouter"] = (
         _mixtral_router_products if _folder == "mixtral" else _router_products,
         "isograd.torch.linear in int16, moe_router",
@@ -283,7 +269,6 @@ for _folder, _family in _FAMILIES.items():
         _experts_products,
         "isograd.torch.moe_permute, grouped_linear in int16, silu_mul or gelu_mul, and moe_combine",
     )
-    _BY_PRODUCTS[f"{_place}RotaryEmbedding"] = _rotary, "isograd.rotary_table"
 
 
 def _name_of(kind: type) -> str:
@@ -320,8 +305,12 @@ def _refused(module: Any, call: Call) -> str:
         return f"{_NO_OPERATION} in place"
     if call in (_mlp, _experts, _experts_products) and _name_of(type(module.act_fn)) not in _ACTIVATIONS:
         return f"{_NO_OPERATION} for its activation, {type(module.act_fn).__name__}"
-    if call is _rotary and getattr(module, "rope_type", None) != "default":
-        return f"{_NO_OPERATION}; sine and cosine of torch's"
+    if call in (rotary_positions.positions, rotary_positions.wide_positions):
+        kind = getattr(module, "rope_type", None)
+        kind = kind if isinstance(kind, str) else "of each layer"
+        return "" if kind == "default" else f"{_NO_OPERATION} for rotary positions of the kind {kind}"
+    if call is rotary_positions.attention and not rotary_positions.applies(type(module)):
+        return f"{_NO_OPERATION} for its rotary positions"
     if call in (_experts, _experts_products) and getattr(module, "_is_expert_parallel", False):
         return "its experts are spread over ranks"
     return ""

@@ -166,21 +166,23 @@ def convert(model: Module, *, products: Products | None = None) -> Conversion:
     Replaced, of torch.nn: Embedding, LayerNorm, RMSNorm, SiLU, GELU, Softmax, LogSoftmax, CrossEntropyLoss, KLDivLoss,
     MultiheadAttention, TransformerEncoder and TransformerEncoderLayer (whose fast path without gradients is not taken).
     Of transformers: norms, MLPs (their gated activation; products stay), silu and both forms of gelu by themselves,
-    routers and experts of Llama, Qwen 2 and 3, Mistral, Mixtral, OLMo and OLMoE, Gemma 1 to 3, and the attention of
-    every model that takes it from transformers' interface, as `register_transformers` does.
+    routers, experts and rotary positions of Llama, Qwen 2 and 3, Mistral, Mixtral, OLMo and OLMoE, Gemma 1 to 3, and
+    the attention of every model that takes it from transformers' interface, as `register_transformers` does.
 
-    Left, and listed: without `products` matrix products, of which torch's own have fixed bits on one kind of machine,
-    and rotary positions; other activations and dropout; modules with another forward than their class's; and whatever
-    is not known. What a forward calls as a function, such as a loss inside a model, is `use()`'s business. A norm
-    rounds its result once, where transformers' rounds a narrow one before the weight, and a gated activation is rounded
-    once, after the product.
+    Rotary positions of the default kind come from `isograd.rotary_table`, for positions below max_position_embeddings,
+    since sine and cosine of torch's differ between machines; those of other kinds are left. All are applied by
+    `isograd.torch.rotary`, rounded once.
+
+    Left, and listed: without `products` matrix products, of which torch's own have fixed bits on one kind of machine;
+    other activations; dropout, which `use(samples=...)` replaces; modules with another forward than their class's; and
+    whatever is not known. What a forward calls as a function, such as a loss inside a model, is `use()`'s business. A
+    norm rounds its result once, where transformers' rounds a narrow one before the weight, and a gated activation is
+    rounded once, after the product.
 
     products: "int16" replaces products as well, by those of `isograd.torch.linear` with that precision: Linear and
     transformers' Conv1D (biases' gradients are order-free sums then), those of routers, experts and the layers of
     nn.Transformer; attention is `isograd.torch.attention` with precision="int16", all scores at once. So no sum of such
-    a model depends on an order, forward or backward. Rotary positions of the default kind, whose sine and cosine torch
-    computes by functions that differ between machines, come from `isograd.rotary_table`, for positions below
-    max_position_embeddings. Modules of float64 keep torch's products.
+    a model depends on an order, forward or backward. Modules of float64 keep torch's products.
 
     Experts wait for the GPU once a call, for the numbers of their rows, and multiply one after the other. Without
     products a bias of a linear layer stays torch's with the layer: its gradient is a sum in floats.

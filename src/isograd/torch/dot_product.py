@@ -36,7 +36,7 @@ def _padded(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
-def _drawn() -> Tensor:
+def drawn() -> Tensor:
     """A seed from torch's generator on the CPU."""
     return torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device="cpu")
 
@@ -100,7 +100,7 @@ def _seed(name: str, dropout_p: float, seed: int | None, device: torch.device) -
             f"{name}: a seed for dropout is drawn while a CUDA graph is captured, which would repeat it at every "
             "replay; accepted: a seed of your own"
         )
-    return _drawn()
+    return drawn()
 
 
 def _checked_precision(name: str, precision: Any, *rows: Tensor) -> None:

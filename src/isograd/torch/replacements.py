@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from isograd.errors import UnsupportedError
-from isograd.torch import dot_product, exported, indexing, losses, product_functions
+from isograd.torch import dot_product, dropping, exported, indexing, losses, product_functions
 
 
 def _plain(kind: str) -> Callable[..., Tensor]:
@@ -137,6 +137,13 @@ for _function, _name, _call in (
     ),
 ):
     PRODUCTS[_function] = (_name, _plainly(_name.rpartition(".")[2], _call))
+
+
+# What is replaced where a block says which samples of a step it has; these take them as an argument.
+SAMPLED: dict[Any, tuple[str, Callable[..., Any]]] = {
+    F.dropout: ("torch.nn.functional.dropout", _plainly("dropout", dropping.dropout)),
+    torch.dropout: ("torch.dropout", _plainly("dropout", dropping.torch_dropout)),
+}
 
 
 class Left(NamedTuple):

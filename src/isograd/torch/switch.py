@@ -1,5 +1,6 @@
 """A switch that runs an unmodified model on isograd's kernels where it can, and keeps a list of what it did."""
 
+import functools
 import inspect
 import os
 import sys
@@ -22,7 +23,8 @@ from isograd.errors import DeviceMismatchError, IndexOutOfRangeError, InvalidPro
 from isograd.runtime import modes
 from isograd.runtime.blocks import held
 from isograd.torch import checkpoints
-from isograd.torch.replacements import LEFT, OPENED, OPENED_BACKWARDS, PRODUCTS, REPLACED, is_plain, of_floats
+from isograd.torch.dropping import checked_samples
+from isograd.torch.replacements import LEFT, OPENED, OPENED_BACKWARDS, PRODUCTS, REPLACED, SAMPLED, is_plain, of_floats
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Products = Literal["int16"]
@@ -164,9 +166,9 @@ class Switch(TorchFunctionMode):
     A context manager that may be entered again, also inside its own block, and a decorator.
     """
 
-    def __init__(self, products: Products | None = None) -> None:
+    def __init__(self, products: Products | None = None, samples: range | None = None) -> None:
         super().__init__()
-        self._products = products
+        self._products, self._samples = products, samples
         self._counts: Counter[tuple[str, bool, str]] = Counter()
         self._operators: Counter[str] = Counter()
         self._compiled: Counter[str] = Counter()  # those of the operators that compiled code called
@@ -266,6 +268,9 @@ class Switch(TorchFunctionMode):
             found: tuple[str, Callable[..., Any]] | None = PRODUCTS[func]
         else:
             found = REPLACED.get(func)
+        if self._samples is not None and func in SAMPLED:
+            name, call = SAMPLED[func]
+            found = name, functools.partial(call, samples=self._samples)
         if found is not None:
             name, call = found
             try:
@@ -311,12 +316,14 @@ def checked_products(name: str, products: Any) -> None:
 
 
 @overload
-def use(function: None = None, *, products: Products | None = None) -> Switch: ...
+def use(function: None = None, *, products: Products | None = None, samples: range | None = None) -> Switch: ...
 @overload
-def use(function: Function, *, products: Products | None = None) -> Function: ...
+def use(function: Function, *, products: Products | None = None, samples: range | None = None) -> Function: ...
 
 
-def use(function: Function | None = None, *, products: Products | None = None) -> Switch | Function:
+def use(
+    function: Function | None = None, *, products: Products | None = None, samples: range | None = None
+) -> Switch | Function:
     """A context manager inside which torch's functions run on isograd's kernels where those can serve the call.
 
     Replaced: `torch.softmax`, `torch.log_softmax`, the same in `torch.special` and `torch.nn.functional`, the tensor
@@ -354,6 +361,22 @@ def use(function: Function | None = None, *, products: Products | None = None) -
     as well, all scores at once. Forward and backward no order shows then. An addition is one after the product's
     rounding.
 
+    samples: which samples of a step the block's tensors hold, `range(first, stop)`, for dropout that does not depend on
+    how the step is split. Then `torch.nn.functional.dropout` and `nn.Dropout` are `isograd.torch.dropout`: element e of
+    a sample, counted in C order, has the number `sample * elements of a sample + e`, and the seed of every call is
+    drawn from torch's generator on the CPU, so that checkpoints drop alike when they recompute. Seed it alike before
+    every micro-batch of a step, on every rank:
+
+        for samples in (range(0, 4), range(4, 8)):
+            torch.manual_seed(step)
+            with isograd.torch.use(samples=samples):
+                loss = model(batch[samples.start : samples.stop])
+                loss.backward()
+
+    Tensors have to hold one sample after the other: [B, ...] or [B * L, ...], not [L, B, ...]. Left to torch: a number
+    of elements that the samples do not divide, and what torch.compile traces or a CUDA graph captures. Attention's own
+    dropout counts the sequences of a call from 0, in every block.
+
     The block is this thread's. It holds for gradients that are computed in it, and for the recomputation of a
     checkpoint of `torch.utils.checkpoint` that was made in it, wherever the gradient is computed; for checkpoints of
     other libraries compute the gradient in the block.
@@ -364,5 +387,6 @@ def use(function: Function | None = None, *, products: Products | None = None) -
     not listed.
     """
     checked_products("use", products)
-    switch = _Traced(products) if torch.compiler.is_compiling() else Switch(products)
+    checked_samples("use", samples)
+    switch = _Traced(products, samples) if torch.compiler.is_compiling() else Switch(products, samples)
     return switch if function is None else switch(function)

@@ -39,28 +39,32 @@ for _bound in (_backward, _forward):  # a row does not depend on where it is
     sharding.add(_bound.op.name, _bound.cuts)
 
 
-def _table(name: str, table: Any, argument: str, x: Tensor, positions: Tensor | None, dim: int) -> Tensor:
-    """Rows of a table at the positions, as they are broadcast over x without its last dimension."""
-    require_tensor(name, table, argument)
-    length = x.shape[dim]
-    if table.dim() != 2 or (positions is None and table.shape[0] < length):
-        raise InvalidProblemError(
-            f"{name}: {argument} has shape {tuple(table.shape)}; expected two dimensions, positions and pairs"
-            + (f", with at least {length} positions" if positions is None else "")
-        )
-    if positions is None:
-        found = table[:length]
-    elif torch.compiler.is_compiling():
-        found = embedding(positions, table)
-    else:
+def _rows(name: str, table: Tensor, argument: str, x: Tensor, positions: Tensor | None, length: int) -> Tensor:
+    """The rows of a table for every position, or for every position of every sequence."""
+    if positions is not None and table.dim() == 2:
+        if torch.compiler.is_compiling():
+            return embedding(positions, table)
         with named(name, input="positions", weight=argument):
-            found = embedding(positions, table)
+            return embedding(positions, table)
+    if positions is None and table.dim() == 2 and table.shape[0] >= length:
+        return table[:length]
+    if positions is None and table.dim() == 3 and table.shape[0] in (1, x.shape[0]) and table.shape[1] == length:
+        return table
+    accepted = (
+        "[P, R / 2]" if positions is not None else f"[P, R / 2] with P at least {length}, or [B, {length}, R / 2]"
+    )
+    raise InvalidProblemError(f"{name}: {argument} has shape {tuple(table.shape)}; accepted: {accepted}")
+
+
+def _table(name: str, table: Any, argument: str, x: Tensor, positions: Tensor | None, dim: int) -> Tensor:
+    """Rows of a table as they are broadcast over x without its last dimension."""
+    require_tensor(name, table, argument)
+    rows = _rows(name, table, argument, x, positions, x.shape[dim]).to(work_dtype(x.dtype))
     shape = [1] * x.dim()
-    shape[dim], shape[-1] = length, table.shape[-1]
-    if found.dim() == 3:
-        shape[0] = found.shape[0]
-    result: Tensor = found.to(work_dtype(x.dtype)).view(shape).expand(*x.shape[:-1], table.shape[-1])
-    return result
+    shape[dim], shape[-1] = x.shape[dim], rows.shape[-1]
+    if rows.dim() == 3:
+        shape[0] = rows.shape[0]
+    return rows.view(shape).expand(*x.shape[:-1], rows.shape[-1])
 
 
 def rotary(
@@ -77,7 +81,8 @@ def rotary(
     input: float16, bfloat16, float32 or float64; positions along `dim`, the elements of a head along the last
     dimension, any other dimensions: [B, H, L, D] by default, [B, L, H, D] with dim=-3. cos, sin: a table [P, R / 2],
     R at most D and the rest copied, as `isograd.rotary_table` makes it for P positions; heads share it in the kernel.
-    positions: rows of the table, int64 or int32 [L] or [B, L]; without, the first L. interleaved: pairs are neighbours,
+    positions: rows of the table, int64 or int32 [L] or [B, L]; without, the first L, or a table that has a row for each
+    position already, [B, L, R / 2] or [1, L, R / 2]. interleaved: pairs are neighbours,
     as in RoFormer and GPT-J, instead of elements R / 2 apart, as in Llama and GPT-NeoX.
 
     Differentiable in input any number of times.
