@@ -1,4 +1,4 @@
-# ruff: noqa: N803, SIM108
+# ruff: noqa: N803
 """Dropout in Triton, one element at a time in any layout; `reference.py` is the definition."""
 
 from typing import Any
@@ -32,21 +32,28 @@ _NUMBERS = (
 
 
 @triton.jit
-def _words(index, seed_low, seed_high):
-    """The words of numbers that int64 counts modulo 2^64, a block for each."""
-    index = index.to(tl.uint64, bitcast=True)
-    w0, w1, w2, w3 = philox(index >> 2, _WORD, seed_low, seed_high)
-    odd, upper = (index & 1) == 1, (index & 2) == 2
-    return tl.where(upper, tl.where(odd, w3, w2), tl.where(odd, w1, w0))
+def _is_kept(word, limit_low, limit_high):
+    """Whether a word is at least the limit, of which 2^32 is the largest."""
+    return (word >= limit_low.to(tl.uint32, bitcast=True)) & (limit_high == 0)
 
 
 @triton.jit
-def _words_of_neighbours(index, seed_low, seed_high, BLOCK: tl.constexpr):
-    """The same for neighbouring numbers, whole blocks of them: a block is made once."""
-    blocks = tl.reshape(index.to(tl.uint64, bitcast=True) >> 2, (BLOCK // 4, 4)).to(tl.int64, bitcast=True)
-    first = tl.min(blocks, axis=1)  # beyond the last element numbers may go on elsewhere
-    w0, w1, w2, w3 = philox(first.to(tl.uint64, bitcast=True), _WORD, seed_low, seed_high)
-    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,))
+def _kept(index, limit_low, limit_high, seed_low, seed_high):
+    """What is kept of numbers that int64 counts modulo 2^64, a block for each."""
+    index = index.to(tl.uint64, bitcast=True)
+    w0, w1, w2, w3 = philox(index >> 2, _WORD, seed_low, seed_high)
+    odd, upper = (index & 1) == 1, (index & 2) == 2
+    word = tl.where(upper, tl.where(odd, w3, w2), tl.where(odd, w1, w0))
+    return _is_kept(word, limit_low, limit_high)
+
+
+@triton.jit
+def _kept_of_blocks(index, limit_low, limit_high, seed_low, seed_high):
+    """The same for whole blocks of numbers, of which the first ones are given."""
+    w0, w1, w2, w3 = philox(index.to(tl.uint64, bitcast=True) >> 2, _WORD, seed_low, seed_high)
+    k0, k1 = _is_kept(w0, limit_low, limit_high), _is_kept(w1, limit_low, limit_high)
+    k2, k3 = _is_kept(w2, limit_low, limit_high), _is_kept(w3, limit_low, limit_high)
+    return tl.reshape(tl.join(tl.join(k0, k2), tl.join(k1, k3)), (4 * index.shape[0],))
 
 
 @triton.jit(do_not_specialize=list(_NUMBERS))
@@ -58,12 +65,14 @@ def dropped(
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = position < n
     x = elements.load(x_ptr, position, shape, x_strides, mask)
-    index = number(offset_low, offset_high) + memory.element_offset(position, shape, number_strides)
+    start = number(offset_low, offset_high)
     if WHOLE:
-        word = _words_of_neighbours(index, seed_low, seed_high, BLOCK)
+        first = tl.program_id(0).to(tl.int64) * BLOCK + 4 * tl.arange(0, BLOCK // 4)
+        index = start + memory.element_offset(first, shape, number_strides)
+        kept = _kept_of_blocks(index, limit_low, limit_high, seed_low, seed_high)
     else:
-        word = _words(index, seed_low, seed_high)
-    kept = word.to(tl.int64) >= number(limit_low, limit_high)
+        index = start + memory.element_offset(position, shape, number_strides)
+        kept = _kept(index, limit_low, limit_high, seed_low, seed_high)
     y = tl.where(kept, x * tiles.number(factor_low, factor_high, x.dtype), 0.0)
     elements.store(y_ptr, position, shape, y_strides, mask, y)
 

@@ -21,13 +21,11 @@ _WIDEST, _TILE = 512, 1024  # pairs or elements of a row in a tile, and of a til
 
 @triton.jit
 def _place(rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """(rows [ROWS], columns [1, BLOCK], which there are) of this program."""
+    """(rows [ROWS], the first column) of this program."""
     parts = tl.cdiv(columns, BLOCK)
     pid = tl.program_id(0).to(tl.int64)
     block = pid // parts
-    row = block * ROWS + tl.arange(0, ROWS)
-    column = ((pid - block * parts) * BLOCK + tl.arange(0, BLOCK))[None, :]
-    return row, column, (row < rows)[:, None] & (column < columns)
+    return block * ROWS + tl.arange(0, ROWS), (pid - block * parts) * BLOCK
 
 
 @triton.jit
@@ -36,7 +34,10 @@ def rotated(
     sin_outer, y_outer, BACK: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows of pairs; y may be x. BACK: the other way round."""
-    row, column, mask = _place(rows, pairs, ROWS, BLOCK)
+    row, first = _place(rows, pairs, ROWS, BLOCK)
+    column = (first + tl.arange(0, BLOCK))[None, :]
+    inside = (row < rows)[:, None]
+    mask = inside & (column < pairs)
     x_ptr += memory.element_offset(row, shape, x_outer)[:, None]
     y_ptr += memory.element_offset(row, shape, y_outer)[:, None]
     cos_ptr += memory.element_offset(row, shape, cos_outer)[:, None]
@@ -48,12 +49,12 @@ def rotated(
     of = y_ptr.dtype.element_ty
     if INTERLEAVED:
         # Both of a pair at once, as they are neighbours in memory.
-        place = (2 * column)[:, :, None] + tl.arange(0, 2)[None, None, :]
-        both = tl.broadcast_to(mask[:, :, None], (ROWS, BLOCK, 2))
-        x = ops.widen(tl.load(x_ptr[:, :, None] + place * x_axis, mask=both, other=0.0), False)
-        a, b = tl.split(x)
-        y = tl.join(a * cos - b * sin, b * cos + a * sin)
-        tl.store(y_ptr[:, :, None] + place * y_axis, ops.narrow(y, of, False), mask=both)
+        place = (2 * first + tl.arange(0, 2 * BLOCK))[None, :]
+        both = inside & (place < 2 * pairs)
+        x = ops.widen(tl.load(x_ptr + place * x_axis, mask=both, other=0.0), False)
+        a, b = tl.split(tl.reshape(x, (ROWS, BLOCK, 2)))
+        y = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (ROWS, 2 * BLOCK))
+        tl.store(y_ptr + place * y_axis, ops.narrow(y, of, False), mask=both)
     else:
         a = ops.widen(tl.load(x_ptr + column * x_axis, mask=mask, other=0.0), False)
         b = ops.widen(tl.load(x_ptr + (column + pairs) * x_axis, mask=mask, other=0.0), False)
@@ -66,7 +67,9 @@ def copied(
     x_ptr, y_ptr, rows, columns, x_axis, y_axis, shape, x_outer, y_outer, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Rows of what is not rotated."""
-    row, column, mask = _place(rows, columns, ROWS, BLOCK)
+    row, first = _place(rows, columns, ROWS, BLOCK)
+    column = (first + tl.arange(0, BLOCK))[None, :]
+    mask = (row < rows)[:, None] & (column < columns)
     x_ptr += memory.element_offset(row, shape, x_outer)[:, None]
     y_ptr += memory.element_offset(row, shape, y_outer)[:, None]
     x = ops.widen(tl.load(x_ptr + column * x_axis, mask=mask, other=0.0), False)
