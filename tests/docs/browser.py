@@ -12,6 +12,7 @@ import argparse
 import functools
 import http.server
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -104,7 +105,23 @@ class Check:
             assert self.page.locator("h1").count() == 1, f"{url} has {self.page.locator('h1').count()} headings"
             wide = self.page.evaluate("document.documentElement.scrollWidth")
             assert wide <= NARROW["width"], f"{url} is {wide} wide on a screen of {NARROW['width']}"
-        return len(pages)
+        return pages
+
+    def questions(self, pages):
+        """Each of `questions.md` is answered on a page of the navigation, under its heading."""
+        rows = re.findall(
+            r"(?m)^\| (.+?) \| (\S+\.html) \| (.+?) \|$", Path(__file__).with_name("questions.md").read_text()
+        )
+        assert len(rows) >= 30
+        headings = "all => all.map(h => h.firstChild.textContent.trim())"
+        for question, page, heading in rows:
+            url = f"{self.address}/{page}"
+            assert url in pages, f"{question} {page} is not in the navigation"
+            if self.page.url != url:
+                self.open(page)
+            found = self.page.eval_on_selector_all("article h1, article h2, article h3", headings)
+            assert heading in found, f"{question} {page} has no heading {heading!r}: {found}"
+        return len(rows)
 
     def tabs(self):
         """A click on a tab leads to its section, and a click there to a page."""
@@ -165,7 +182,9 @@ def look(site, pictures):
         )
         try:
             check = Check(context, address, pictures)
-            print(f"{check.every_page()} pages load, without sideways scrolling on a narrow screen")
+            pages = check.every_page()
+            print(f"{len(pages)} pages load, without sideways scrolling on a narrow screen")
+            print(f"{check.questions(pages)} questions are answered where they should be")
             for name in ("tabs", "search", "pictures_of", "dark"):
                 getattr(check, name)()
                 print(f"{name}: as it should be")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from isograd.cli.suites import SUITES
 from isograd.core import registry
 from isograd.core.attributes import Attribute, Choice, Measured
 from isograd.core.operands import AlongAxis, AlongOrLike, Array, Chosen, Like, Loss, PerRow, Sized, Total
+from isograd.core.operation import Operation
 from isograd.ops import OPERATIONS
 from isograd.runtime.fenv import default_environment
 
@@ -26,15 +30,16 @@ _PROMISES = {
     "bit_stable_across_hardware": "machine",
 }
 _DEVICES = ("cpu", "cuda", "mps", "mlx")
+# What an array's shape is, for the name of the array that has the problem's.
 _SHAPES: dict[type[Array], str] = {
-    Like: "the problem's",
-    PerRow: "one element a row",
-    AlongAxis: "the axis",
-    Chosen: "some elements of each row",
-    AlongOrLike: "the axis, or the problem's",
-    Sized: "its own",
+    Like: "the shape of `{problem}`",
+    PerRow: "the shape of `{problem}` without the axis",
+    AlongAxis: "as long as the axis",
+    Chosen: "the shape of `{problem}` with some elements along the axis",
+    AlongOrLike: "as long as the axis, or the shape of `{problem}`",
+    Sized: "a shape of its own, see the function",
     Total: "one number",
-    Loss: "the problem's, or one number where reduced",
+    Loss: "the losses, or one number where they are reduced",
 }
 
 
@@ -72,7 +77,7 @@ def _table(name: str, entries: list[registry.Entry]) -> Table:
     op = OPERATIONS.get(name)
     rows: list[tuple[str, str]] = []
     if op is not None:
-        rows += [("reads", _arrays(op.inputs)), ("returns", _arrays(op.outputs))]
+        rows += [("reads", _arrays(op, op.inputs)), ("returns", _arrays(op, op.outputs))]
         if op.attributes:
             rows.append(("attributes", "<br>".join(_attribute(key, a) for key, a in op.attributes.items())))
         rows.append(("dtypes", ", ".join(op.dtypes)))
@@ -86,7 +91,7 @@ def _table(name: str, entries: list[registry.Entry]) -> Table:
     elif vjp:
         rows.append(("gradient", f"`{vjp}`"))
     kernels, bounds, kept = _kernels(entries)
-    rows += [("bound", "<br>".join(f"`{_code(b)}`" for b in bounds)), ("same bits", kept[0])]
+    rows += [("bound", "<br>".join(code(b) for b in bounds)), ("same bits", kept[0])]
     lines = [f"| **{key}** | {value} |" for key, value in rows]
     text = "| | |\n|---|---|\n" + "\n".join(lines)
     text += "\n\n| device | kernel | dtypes | same bits |\n|---|---|---|---|\n" + "\n".join(kernels)
@@ -99,15 +104,17 @@ def _home(name: str) -> Any:
     return SUITES[name].plan
 
 
-def _code(text: str) -> str:
-    """Text as code in the cell of a table."""
-    return text.replace("|", "\\|")
+def code(text: str) -> str:
+    """Text as code in the cell of a table, where backticks leave the escapes of bars visible."""
+    return f"<code>{''.join(f'&#{ord(c)};' if c in '|*_<&`' else c for c in text)}</code>"
 
 
-def _arrays(arrays: Any) -> str:
+def _arrays(op: Operation, arrays: Mapping[str, Array]) -> str:
     parts = []
     for key, a in arrays.items():
-        said = [next((text for kind, text in _SHAPES.items() if type(a) is kind), "its own")]
+        said = [_SHAPES.get(type(a), _SHAPES[Sized]).format(problem=op.problem)]
+        if key == op.problem:
+            said = ["any shape" if op.least_rank == 0 else f"rank {op.least_rank} to 8"]
         said += ["in the type computed in"] if a.compute else [f"dtype: {a.dtype}"] if a.dtype else []
         said += ["optional"] if a.optional else []
         said += [f"may be {' or '.join(f'`{o}`' for o in a.over)} itself"] if a.over else []
@@ -123,16 +130,22 @@ def _attribute(key: str, a: Attribute) -> str:
     return f"`{key}`: {type(a).__name__.lower()}{accepted}{default}"
 
 
-def _ordinary(entry: registry.Entry) -> Any:
-    """The problem of the operation's first case."""
-    suite = SUITES[entry.operation]
+@functools.cache
+def _ordinary(operation: str, dtype: str) -> Any:
+    """The problem of a case of the operation: among the first ones the one whose smallest size is largest."""
+    suite = SUITES[operation]
+
+    def smallest(problem: Any) -> int:
+        return min((size for size in problem.operands()[0].shape), default=0)
+
     with default_environment():
-        return suite.descriptor(next(suite.cases(entry.dtype)), entry.dtype).validated()
+        cases = itertools.islice(suite.cases(dtype), 6)
+        return max([suite.descriptor(case, dtype).validated() for case in cases], key=smallest)
 
 
 def _of_a_case(entries: list[registry.Entry]) -> list[tuple[str, str]]:
     """The arrays of an operation without a declaration, in a case."""
-    problem = _ordinary(entries[0])
+    problem = _ordinary(entries[0].operation, entries[0].dtype)
     rows = []
     for word, output in (("reads", False), ("returns", True)):
         shown = [
@@ -155,7 +168,7 @@ def _kernels(entries: list[registry.Entry]) -> tuple[list[str], list[str], list[
     groups: dict[tuple[str, str, str], list[str]] = {}
     bounds: list[str] = []
     for entry in sorted(entries, key=lambda e: _place(e.device)):
-        guarantee = entry.kernel.sku(_ordinary(entry)).precision_guarantee
+        guarantee = entry.kernel.sku(_ordinary(entry.operation, entry.dtype)).precision_guarantee
         kept = ", ".join(word for key, word in _PROMISES.items() if getattr(guarantee, key)) or "not promised"
         if guarantee.error_bound.formula not in bounds:
             bounds.append(guarantee.error_bound.formula)

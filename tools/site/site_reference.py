@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 
 import site_operations
 
+from isograd.core.descriptor import Descriptor
+from isograd.core.plan import Plan
+
 MODULES = (
     "isograd",
     "isograd.torch",
@@ -24,7 +27,7 @@ MODULES = (
     "isograd.tape",
     "isograd.mlx",
 )
-_WIDTH = 88
+_WIDTH = 76
 # (page, its title, the modules that its names come from); the first that fits. A folder of `isograd.ops` that is not
 # named here gets a page of its own, and so does all that fits nowhere.
 _PAGES = (
@@ -36,7 +39,7 @@ _PAGES = (
     ("sparsemax", "Sparsemax", ("isograd.ops.sparsemax",)),
     ("rmsnorm", "RMS norm", ("isograd.ops.rmsnorm",)),
     ("layernorm", "Layer norm", ("isograd.ops.layernorm",)),
-    ("gated", "Gated activations", ("isograd.ops.gated",)),
+    ("activations", "Activations", ("isograd.ops.gated", "isograd.ops.activation")),
     ("router", "Mixture of experts", ("isograd.ops.router",)),
     ("attention", "Attention", ("isograd.flash_attention", "isograd.torch.dot_product", "isograd.torch.huggingface")),
     ("gather", "Gather, scatter, embedding", ("isograd.gather", "isograd.torch.indexing")),
@@ -85,6 +88,7 @@ def entries() -> list[Entry]:
             value = getattr(values, name)
             if not inspect.ismodule(value):
                 found.append(Entry(module, name, value, _page_of(value)))
+    found += [Entry(kind.__module__, kind.__name__, kind, "kernels") for kind in (Plan, Descriptor)]  # what all have
     own = {id(e.value) for e in found if e.module == "isograd"}
     # The tape hands many functions of isograd's on; they are described where they come from.
     return [e for e in found if e.module != "isograd.tape" or id(e.value) not in own]
@@ -131,8 +135,8 @@ def _index(every: list[Entry], titles: dict[str, str], tables: dict[str, list[si
 
 def _page(title: str, named: list[Entry], tables: list[site_operations.Table], links: dict[str, str]) -> Iterator[str]:
     yield f"# {title}"
-    made = [e for e in named if e.name.endswith(("Plan", "Descriptor")) and hasattr(e.value, "operation")]
-    made += [e for e in named if hasattr(e.value, "descriptor_type")]
+    made = [e for e in named if inspect.isclass(e.value) and issubclass(e.value, (Plan, Descriptor))]
+    made = [e for e in made if e.value not in (Plan, Descriptor)]
     for entry in named:
         if entry not in made:
             yield from _described(entry, links)
@@ -146,13 +150,14 @@ def _page(title: str, named: list[Entry], tables: list[site_operations.Table], l
         yield "## Descriptors and plans"
         yield (
             "A descriptor is a problem, and a plan is a kernel for it. "
-            "[Guarantees and bounds](../explanation/guarantees.md#what-a-plan-says-about-itself) shows how to use them."
+            "[Guarantees and bounds](../explanation/guarantees.md#what-a-plan-says-about-itself) shows their use, "
+            "and [what every plan has](kernels.md#isograd.core.plan.Plan) is the same for all."
         )
         for entry in made:
-            yield from _described(entry, links, level="###")
+            yield from _described(entry, links, level="###", members=False)
 
 
-def _described(entry: Entry, links: dict[str, str], level: str = "##") -> Iterator[str]:
+def _described(entry: Entry, links: dict[str, str], level: str = "##", members: bool = True) -> Iterator[str]:
     """A name's heading, signature, overloads, text and, of a class, what it holds."""
     value = entry.value
     yield f"{level} {entry.path} {{ #{entry.path} }}"
@@ -162,7 +167,7 @@ def _described(entry: Entry, links: dict[str, str], level: str = "##") -> Iterat
         block = "\n".join(f"    {line}" for line in f"```python\n{shown}\n```".splitlines())
         yield f'??? note "Types of arguments and result"\n\n{block}'
     yield docstring(value, links)
-    if inspect.isclass(value) and not issubclass(value, Exception):
+    if members and inspect.isclass(value) and not issubclass(value, Exception):
         for name, member in _members(value):
             spelled = f"{entry.name}.{name}"
             yield f"{level}# {spelled} {{ #{entry.path}.{name} }}"
@@ -237,7 +242,10 @@ def _first_sentence(value: Any) -> str:
 
 def _cell(text: str) -> str:
     """Text as the cell of a table."""
-    return _escaped(text).replace("|", "\\|")
+    parts = re.split(r"`([^`]*)`", text)
+    return "".join(
+        [site_operations.code(p) if i % 2 else _escaped(p).replace("|", "&#124;") for i, p in enumerate(parts)]
+    )
 
 
 def _escaped(text: str) -> str:
@@ -263,19 +271,25 @@ def _argument_names(value: Any) -> set[str]:
 
 
 def _paragraph(paragraph: str, names: set[str], links: dict[str, str]) -> str:
+    """A paragraph: code, or a list where it begins with an argument, or text.
+
+    In a list an argument begins a sentence, and a line begins with an argument or a result.
+    """
     if paragraph.startswith("    "):
         return paragraph
-    text = " ".join(line.strip() for line in paragraph.splitlines())
-    argument = r"(?:^|(?<=[.;] ))((?:\w+, )*\w+): "
-    found = [m for m in re.finditer(argument, text) if set(m[1].split(", ")) & names]
-    if not found or found[0].start() > 0:
-        return _linked(_escaped(text), links)
-    ends = [m.start() for m in found[1:]] + [len(text)]
-    items = [
-        f"- **{', '.join(f'`{name}`' for name in m[1].split(', '))}**: "
-        f"{_linked(_escaped(text[m.end() : end].strip()), links)}"
-        for m, end in zip(found, ends, strict=True)
+    marked = "\n".join(line.strip() for line in paragraph.splitlines())
+    found = [
+        m
+        for m in re.finditer(r"(?:^|(?<=\n)|(?<=[.;][ \n]))((?:\w+, )*\w+): ", marked)
+        if m.start() == 0 or marked[m.start() - 1] == "\n" or set(m[1].split(", ")) & names
     ]
+    if not found or found[0].start() > 0 or not set(found[0][1].split(", ")) & names:
+        return _linked(_escaped(marked.replace("\n", " ")), links)
+    ends = [m.start() for m in found[1:]] + [len(marked)]
+    items = []
+    for m, end in zip(found, ends, strict=True):
+        text = marked[m.end() : end].replace("\n", " ").strip()
+        items.append(f"- **{', '.join(f'`{name}`' for name in m[1].split(', '))}**: {_linked(_escaped(text), links)}")
     return "\n".join(items)
 
 
