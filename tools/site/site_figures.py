@@ -130,7 +130,7 @@ def read(path: Path) -> Results:
     kinds = [kind for kind in _TITLES if path.stem == kind or path.stem.startswith(f"{kind}-")]
     kind = max(kinds, key=len, default="")
     device = path.stem.removeprefix(kind).strip("-").replace("-", " ")
-    title = _TITLES.get(kind, path.stem) + (f", {_spelled(device)}" if device else "")
+    title = f"{_TITLES[kind]}, {_spelled(device)}".removesuffix(", ") if kind else _spelled(device).capitalize()
     return Results(path.stem, title, _machine(content), list(_rows(content)), _panels(content))
 
 
@@ -235,7 +235,7 @@ def _page(results: Results, date: str) -> Iterator[str]:
     if drawn is not None and len(results.rows) <= _MOST_BARS:
         better = "longer is better" if _DRAWN[drawn] else "shorter is better"
         yield f"{_UNITS[drawn]}, {better}:"
-        yield bars([(name, groups.get(drawn, {})) for name, groups in results.rows])
+        yield bars([(name, groups[drawn]) for name, groups in results.rows if drawn in groups])
     elif drawn is not None and results.panels:
         yield f"{_UNITS[drawn]} by the length of the last axis; higher is better:"
         yield lines(results.panels)
