@@ -98,7 +98,7 @@ def arguments(seed, device="cpu"):
         "linear_cross_entropy_backward": (one, *linear, "mean", None, None, None),
         "linear_cross_entropy_backward of hidden": (one, *linear, "mean", None, None, None, count, False),
         "linear_cross_entropy_backward of rows": (tokens, *linear, "none", None, None, preference, None, False),
-        "matmul": (normal(2, 4, 5), normal(5, 3)),
+        "matmul": (normal(2, 4, 5), normal(5, 3), "int16"),
         "matmul by a weight": (normal(4, 5), normal(5, 3), "int16", "other"),
         "matmul over tokens": (normal(4, 5), normal(5, 3), "int16", "tokens"),
         "add_to_rows": (normal(4, 5), normal(5)),

@@ -1,0 +1,101 @@
+"""A training step of a Llama whose linear layers are order-free, beside torch's own, in one run.
+
+    python benchmarks/llama_step.py [--device cuda] [--quick] [--json FILE]
+
+transformers' Llama, hidden size 4,096, 4 layers, 8 x 2,048 tokens, bfloat16, AdamW of torch: the step of an unmodified
+model; with norms, gated activations, embedding, loss and attention of isograd; and with its linear layers as well, by
+the products of 16-bit integers. Attention is isograd's flash kernel in both, whose bits are those of one kind of
+machine. Milliseconds are medians of whole steps, each of which is waited for.
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import isograd.torch as igt
+from isograd.cli.bench_cuda import environment
+
+LARGE = {
+    "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 4, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 4096,
+}  # fmt: skip
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def build(sizes: dict[str, int], device: str, kind: str) -> tuple[Any, Any]:
+    """A model, and the block that its steps run in."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="sdpa")).to(device, torch.bfloat16).train()
+    if kind == "torch":
+        return model, contextlib.nullcontext()
+    igt.convert(model)
+    if kind == "order-free products":
+        for module in [m for m in model.modules() if isinstance(m, nn.Linear)]:
+            igt.convert(module, products="int16")
+    return model, igt.use()
+
+
+def stepper(sizes: dict[str, int], shape: tuple[int, int], device: str, kind: str) -> Callable[[], None]:
+    """A function that makes one step, and waits for it."""
+    model, block = build(sizes, device, kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=device == "cuda")
+    tokens = torch.randint(sizes["vocab_size"], shape, device=device)
+
+    def step() -> None:
+        with block:
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    return step
+
+
+def main() -> None:
+    """Time and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--quick", action="store_true", help="a small model: a try, not a comparison")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    sizes, shape, rounds = (SMALL, (2, 32), 3) if args.quick else (LARGE, (8, 2048), 9)
+    found: dict[str, dict[str, float]] = {}
+    for kind in ("torch", "isograd, torch's products", "order-free products"):
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        step = stepper(sizes, shape, args.device, kind)
+        began = time.perf_counter()
+        step()
+        first = time.perf_counter() - began
+        step()
+        times = []
+        for _ in range(rounds):
+            began = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - began)
+        peak = torch.cuda.max_memory_allocated() / 1e9 if args.device == "cuda" else 0.0
+        found[kind] = {"ms": statistics.median(times) * 1e3, "first_s": first, "peak_gb": peak}
+        ratio = found[kind]["ms"] / found["torch"]["ms"]
+        print(f"{kind:28s} {found[kind]['ms']:9.1f} ms, {ratio:.2f} of torch's; first {first:.1f} s; {peak:.1f} GB")
+        del step
+    if args.json:
+        args.json.write_text(json.dumps({"environment": environment(), "steps": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
