@@ -15,12 +15,18 @@ from isograd.torch.exported import rotary
 from isograd.torch.indexing import embedding
 
 _APPLIED = "apply_rotary_pos_emb"  # the function that the modules of transformers call by this name
+_forwards: dict[Any, Callable[..., Any]] = {}  # by class
 _DIMENSIONS = {1: -2, 2: -3}  # of positions, by where transformers inserts one for heads
 
 
+# torch.compile calls this while it traces, and would warn of a cache that it sees.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-@functools.lru_cache(maxsize=16)
 def _tables(length: int, dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    return _made(length, dim, base, device)
+
+
+@functools.lru_cache(maxsize=16)
+def _made(length: int, dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
     cos, sin = rotary_table(length, dim, base=base)
     return torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
 
@@ -51,19 +57,19 @@ def _apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 
 
 
 def applies(kind: Any) -> bool:
-    """Whether the forward of a class calls transformers' function by its name."""
-    return _APPLIED in inspect.unwrap(kind.forward).__code__.co_names
+    """Whether the forward of a class calls transformers' function by its name; then there is another one for it."""
+    found: bool = _APPLIED in inspect.unwrap(kind.forward).__code__.co_names
+    if found:
+        _forwards[kind] = _changed(kind.forward)
+    return found
 
 
 def attention(m: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of an attention module with rotary positions of isograd's."""
     kind: Any = type(m)
-    return _rotating(kind)(m, *args, **kwargs)
-
-
-@functools.cache
-def _rotating(kind: Any) -> Callable[..., Any]:
-    return _changed(kind.forward)
+    if kind not in _forwards:  # a copy that was loaded in another process
+        _forwards[kind] = _changed(kind.forward)
+    return _forwards[kind](m, *args, **kwargs)
 
 
 def _changed(function: Any) -> FunctionType:
