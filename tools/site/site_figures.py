@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _TITLES = {
+    "activations-cuda": "Activations and norms",
     "accuracy": "Accuracy of softmax and log_softmax",
     "attention-cpu": "Attention on a CPU",
     "attention-cuda": "Attention",
@@ -29,6 +30,7 @@ _TITLES = {
     "host-cuda": "Time on the host",
     "losses-cuda": "Cross entropy",
     "optim-cuda": "Optimizers and clipping",
+    "products-cuda": "Order-free matrix products",
 }
 _UNITS = {
     "milliseconds": "ms",
@@ -37,6 +39,7 @@ _UNITS = {
     "teraflops": "TFLOP/s",
     "terabytes_per_second": "TB/s",
     "TB/s": "TB/s",
+    "TFLOP/s": "TFLOP/s",
     "gb_per_s": "GB/s",
     "gigabytes_per_second": "GB/s",
     "gigabytes": "GB",
@@ -46,6 +49,7 @@ _UNITS = {
 # What rows are drawn by, the first that they have; more is better, or less.
 _DRAWN = {
     "teraflops": True,
+    "TFLOP/s": True,
     "terabytes_per_second": True,
     "TB/s": True,
     "gb_per_s": True,
@@ -168,6 +172,9 @@ def _rows(content: Mapping[str, Any]) -> Iterator[Row]:
             groups = {key: _numbers(row[key]) for key in _UNITS if isinstance(row.get(key), dict)}
             named = {key: value for key, value in row.items() if key not in groups and not _is_figure(key, value)}
             yield _problem(named), groups
+    elif isinstance(content.get("sizes"), dict):
+        for problem, said in content["sizes"].items():
+            yield problem, {key: _numbers(said[key]) for key in _UNITS if isinstance(said.get(key), dict)}
     elif isinstance(content.get("ms"), dict):
         for problem, figures in content["ms"].items():
             yield problem, {"ms": _numbers(figures)}
