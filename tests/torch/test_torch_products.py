@@ -228,6 +228,12 @@ def test_attention_by_products_packed_and_in_torchs_spelling():
     with igt.use(products="int16"):
         assert torch.equal(F.scaled_dot_product_attention(q, k, v, is_causal=True), o)
     assert torch.equal(igt.attention(q, k, v, causal=True, precision="int16"), o)
+    assert igt.attention(q[:, :0], k[:, :0], v[:, :0], precision="int16").shape == (1, 0, 12, 16)
+
+
+def packed(arguments, q_ends, k_ends, rows=1):
+    arguments.update({n: arguments[n][:rows] for n in "qkv"})
+    arguments["cu_seqlens"] = tuple(torch.tensor(ends, dtype=torch.int32) for ends in (q_ends, k_ends))
 
 
 @pytest.mark.parametrize(
@@ -237,16 +243,30 @@ def test_attention_by_products_packed_and_in_torchs_spelling():
         (lambda a: a.update({n: a[n].double() for n in "qkv"}), "precision is 'int16' for float64"),
         (lambda a: a.update(return_lse=True), "return_lse is True with precision 'int16'"),
         (lambda a: a.update(k=a["k"].bfloat16()), "k has dtype torch.bfloat16 and q torch.float32"),
-        (lambda a: a.update(k=a["k"][:, :, 1:]), "as many rows of k as of v"),
-        (lambda a: a.update(q=a["q"][:, :3]), "heads of q that are a multiple"),
+        (lambda a: a.update(k=a["k"][:, :, 1:]), "v has shape"),
+        (lambda a: a.update(q=a["q"][:, :3]), "expected a multiple of the heads"),
         (lambda a: a.update(bias=torch.ones(1, 3, 9, 11)), "bias has shape"),
         (lambda a: a.update(mask=torch.ones(9, 11)), "mask has dtype torch.float32"),
         (lambda a: a.update(sinks=torch.ones(3)), "sinks has shape"),
+        (lambda a: a.update(sinks=torch.ones(4).double()), "sinks has dtype torch.float64"),
+        (lambda a: a.update(bias=torch.ones(9, 11).half()), "bias has dtype torch.float16"),
+        (lambda a: a.update(segment_ids=(torch.ones(2, 3).int(), torch.ones(2, 11).int())), "segment_ids of q has"),
+        (lambda a: a.update(segment_ids=(torch.ones(2, 9), torch.ones(2, 11))), "segment_ids of q has dtype"),
+        (lambda a: packed(a, [0, 9], [0, 11], rows=2), "packed sequences, batch 1"),
+        (lambda a: packed(a, [0, 4, 9], [0, 11]), "cu_seqlens of k has shape"),
+        (lambda a: packed(a, [0, 4, 19], [0, 4, 11]), "cu_seqlens_q ends at 19; there are 9 tokens"),
+        (lambda a: packed(a, [0, 4, 9], [0, 5, 4]), "cu_seqlens_k decreases from 5 to 4"),
+        (lambda a: packed(a, [1, 9], [0, 11]), "cu_seqlens_q starts at 1"),
+        (lambda a: packed(a, [], []), "cu_seqlens of q has shape"),
     ],
 )
 def test_errors_of_attention_by_products(change, words):
     arguments = dict(zip("qkv", operands(torch.float32), strict=True)) | {"precision": "int16"}
     change(arguments)
+    others = {key: value for key, value in arguments.items() if len(key) > 1 and key != "precision"}
+    if not words.startswith(("precision", "return_lse", "k has")):  # the other attention refuses them as well
+        with pytest.raises(ig.errors.IsogradError, match=words):
+            igt.attention(*[arguments[n] for n in "qkv"], **others)
     with pytest.raises(ig.errors.IsogradError, match=words):
         igt.attention(*[arguments.pop(n) for n in "qkv"], **arguments)
 

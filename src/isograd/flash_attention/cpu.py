@@ -45,7 +45,7 @@ def _rows(array: Array) -> Any:
 
 
 # --- problems --------------------------------------------------------------------------------------------------------
-def _ends(operation: str, argument: str, given: Array, tokens: int) -> NDArray[np.int64]:
+def checked_ends(operation: str, argument: str, given: Array, tokens: int) -> NDArray[np.int64]:
     """Checked cu_seqlens."""
     ends = given.astype(np.int64)
     if ends[0] != 0:
@@ -89,8 +89,8 @@ def _problems(p: AttentionDescriptor, a: Arguments) -> _Problems:
         batch, q_start, k_start = np.arange(p.batch), zeros, zeros
         q_length, k_length = zeros + p.q_length, zeros + p.k_length
     else:
-        q_ends = _ends(p.operation, "cu_seqlens_q", a["cu_seqlens_q"], p.q_length)
-        k_ends = _ends(p.operation, "cu_seqlens_k", a["cu_seqlens_k"], p.k_length)
+        q_ends = checked_ends(p.operation, "cu_seqlens_q", a["cu_seqlens_q"], p.q_length)
+        k_ends = checked_ends(p.operation, "cu_seqlens_k", a["cu_seqlens_k"], p.k_length)
         batch, q_start, k_start = np.zeros(p.sequences, np.int64), q_ends[:-1], k_ends[:-1]
         q_length, k_length = np.diff(q_ends), np.diff(k_ends)
     offset = k_length - q_length if p.options.alignment == "lower_right" else np.zeros_like(q_length)

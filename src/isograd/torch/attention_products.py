@@ -10,36 +10,24 @@ tanh(x) is the difference of the two elements of softmax(x, -x).
 import torch
 from torch import Tensor
 
-from isograd.errors import InvalidProblemError
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from isograd.flash_attention.cpu import checked_ends
 from isograd.flash_attention.options import AttentionOptions
 from isograd.torch.attention_dense import Operands, kept, places_of, visible
 from isograd.torch.broadcasting import add
 from isograd.torch.exported import softmax
+from isograd.torch.ops_attention import require_operands
 from isograd.torch.ops_matmul import MATMUL
-from isograd.torch.tensors import require_device, require_same_dtype
+
+_NARROW = (torch.float16, torch.bfloat16)
 
 
-def _checked(name: str, x: Operands) -> None:
-    """Raise for shapes and dtypes that do not go together."""
-    require_device(name, q=x.q, k=x.k, v=x.v, bias=x.bias, mask=x.mask, sinks=x.sinks)
-    for argument, tensor in (("k", x.k), ("v", x.v)):
-        require_same_dtype(name, tensor, argument, x.q, "q")
-    (b, heads, q_length, _), (_, kv_heads, k_length, _) = x.q.shape, x.k.shape
-    if x.k.shape[0] != b or x.v.shape[:3] != x.k.shape[:3] or kv_heads == 0 or heads % kv_heads:
-        raise InvalidProblemError(
-            f"{name}: q has shape {tuple(x.q.shape)}, k {tuple(x.k.shape)} and v {tuple(x.v.shape)}; expected one "
-            "batch, as many rows of k as of v, and heads of q that are a multiple of theirs"
-        )
-    scores = (b, heads, q_length, k_length)
-    for argument, given in (("bias", x.bias), ("mask", x.mask)):
-        if given is not None and any(n not in (1, whole) for n, whole in zip(given.shape, scores, strict=True)):
-            raise InvalidProblemError(
-                f"{name}: {argument} has shape {tuple(given.shape)}; expected one that broadcasts to {scores}"
-            )
-    if x.mask is not None and x.mask.dtype is not torch.bool:
-        raise InvalidProblemError(f"{name}: mask has dtype {x.mask.dtype}; expected bool")
-    if x.sinks is not None and x.sinks.shape != (heads,):
-        raise InvalidProblemError(f"{name}: sinks has shape {tuple(x.sinks.shape)}; expected ({heads},)")
+def _require_ends(name: str, x: Operands) -> None:
+    """Raise for ends of packed sequences on the CPU that are none; a trace and a transform have no numbers."""
+    for argument, ends, rows in (("cu_seqlens_q", x.cu_seqlens_q, x.q), ("cu_seqlens_k", x.cu_seqlens_k, x.k)):
+        if type(ends) is Tensor and ends.is_cpu and not is_functorch_wrapped_tensor(ends):
+            checked_ends(name, argument, ends.numpy(), rows.shape[2])
 
 
 def _capped(scores: Tensor, softcap: float) -> Tensor:
@@ -53,14 +41,18 @@ def attend(name: str, x: Operands, options: AttentionOptions) -> Tensor:
     if torch.is_autocast_enabled(x.q.device.type):
         dtype = torch.get_autocast_dtype(x.q.device.type)
         x = x._replace(q=x.q.to(dtype), k=x.k.to(dtype), v=x.v.to(dtype))
-    _checked(name, x)
+        wide = {argument: getattr(x, argument) for argument in ("bias", "sinks")}
+        x = x._replace(**{key: t.to(dtype) for key, t in wide.items() if t is not None and t.dtype in _NARROW})
+    require_operands(name, x)
+    if not torch.compiler.is_compiling():
+        _require_ends(name, x)
     with torch.autocast(x.q.device.type, enabled=False):
         return _attend(x, options)
 
 
 def _attend(x: Operands, options: AttentionOptions) -> Tensor:
     (b, heads, q_length, head_dim), (_, kv_heads, k_length, v_dim) = x.q.shape, x.v.shape
-    rows, scale = heads // kv_heads * q_length, options.scale
+    rows, scale = heads // max(kv_heads, 1) * q_length, options.scale
     assert scale is not None
     q, k, v = x.q.float(), x.k.float(), x.v.float()
     scores: Tensor = MATMUL(q.reshape(b, kv_heads, rows, head_dim), k.mT, "int16")

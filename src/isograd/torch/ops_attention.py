@@ -124,12 +124,6 @@ def _require_rows(operation: str, x: Operands) -> None:
     for name, tensor in (("q", x.q), ("k", x.k), ("v", x.v)):
         if tensor.dim() != 4:
             raise InvalidProblemError(f"{operation}: {name} has shape {tuple(tensor.shape)}; expected four axes")
-        size = tensor.shape[3]
-        if not LEAST_DIM <= size <= MOST_DIM or size % DIM_STEP:
-            raise UnsupportedError(
-                f"{operation}: the head dimension of {name} is {size}; accepted: {LEAST_DIM} to {MOST_DIM} in steps of "
-                f"{DIM_STEP}"
-            )
     batch, heads, _, head_dim = x.q.shape
     kv_heads, k_length = x.k.shape[1:3]
     _require_shape(operation, "k", x.k, (batch, kv_heads, k_length, head_dim))
@@ -157,9 +151,8 @@ def _require_pair(operation: str, argument: str, q: Tensor | None, k: Tensor | N
             _require_dtype(operation, f"{argument} of {end}", tensor, torch.int32)
 
 
-def _require(operation: str, call: Call, *, known: bool = False) -> AttentionOptions:
-    """Raise for what does not fit together; the checked options, whose seed is not read."""
-    x = call.tensors
+def require_operands(operation: str, x: Operands) -> None:
+    """Raise for tensors that do not fit together, whatever the head dimension."""
     require_device(operation, **{name: t for name, t in x._asdict().items() if name != "seed"})
     _require_rows(operation, x)
     batch, heads, q_length, _ = x.q.shape
@@ -192,6 +185,19 @@ def _require(operation: str, call: Call, *, known: bool = False) -> AttentionOpt
         for name, given in (("bias", x.bias), ("mask", x.mask), ("segment_ids", x.q_segment_ids)):
             if given is not None:
                 raise InvalidProblemError(f"{operation}: {name} and cu_seqlens are both given; accepted: one of them")
+
+
+def _require(operation: str, call: Call, *, known: bool = False) -> AttentionOptions:
+    """Raise for what does not fit together; the checked options, whose seed is not read."""
+    x = call.tensors
+    require_operands(operation, x)
+    for name, tensor in (("q", x.q), ("k", x.k), ("v", x.v)):
+        size = tensor.shape[3]
+        if not LEAST_DIM <= size <= MOST_DIM or size % DIM_STEP:
+            raise UnsupportedError(
+                f"{operation}: the head dimension of {name} is {size}; accepted: {LEAST_DIM} to {MOST_DIM} in steps of "
+                f"{DIM_STEP}"
+            )
     checked: Any = _known_options if known else _options
     options: AttentionOptions = checked(operation, x.q.shape[3], *call[_TENSORS:])
     if options.dropout_p and (x.seed is None or x.seed.dtype is not torch.int64 or x.seed.dim()):
