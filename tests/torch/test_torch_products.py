@@ -231,6 +231,33 @@ def test_attention_by_products_packed_and_in_torchs_spelling():
     assert igt.attention(q[:, :0], k[:, :0], v[:, :0], precision="int16").shape == (1, 0, 12, 16)
 
 
+@pytest.mark.parametrize("precision", ["int16", None])
+@pytest.mark.parametrize("kind", ["batch", "heads"])
+def test_what_torchs_attention_broadcasts_has_no_order(kind, precision):
+    many = 33
+    q, dy = (random(many, 2, 3, 16, seed=i, grad=False) for i in (1, 2))
+    dy = dy * torch.logspace(-3, 3, many)[:, None, None, None]  # sums whose last bits depend on an order
+    order = torch.randperm(many, generator=torch.Generator().manual_seed(0))
+    if kind == "heads":
+        q, dy = (t.transpose(0, 1) for t in (q, dy))
+    leaves = [random(1, 1, 5, 16, seed=3), random(1, 1 if kind == "batch" else 3, 5, 16, seed=4)]
+    leaves += [random(*(1, 1, 1, 1, 5) if kind == "batch" else (3, 5), seed=5)]
+    if kind == "heads":
+        order = torch.cat([order[order // 11 == group] for group in range(3)])
+
+    def call(order):
+        axis = 0 if kind == "batch" else 1
+        rows = q.index_select(axis, order)[None]
+        key, value, bias = leaves
+        o = igt.scaled_dot_product_attention(
+            rows, key, value, bias, enable_gqa=kind == "heads", precision=precision
+        )  # fmt: skip
+        return torch.autograd.grad(o, leaves, dy.index_select(axis, order)[None])
+
+    own = 3 if precision else 2  # a kernel adds the gradient of its bias up in the order of the batch
+    assert same(call(torch.arange(many))[:own], call(order)[:own])
+
+
 def packed(arguments, q_ends, k_ends, rows=1):
     arguments.update({n: arguments[n][:rows] for n in "qkv"})
     arguments["cu_seqlens"] = tuple(torch.tensor(ends, dtype=torch.int32) for ends in (q_ends, k_ends))

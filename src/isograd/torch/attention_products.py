@@ -9,7 +9,6 @@ tanh(x) is the difference of the two elements of softmax(x, -x).
 
 import torch
 from torch import Tensor
-
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from isograd.flash_attention.cpu import checked_ends

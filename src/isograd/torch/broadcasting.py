@@ -1,4 +1,4 @@
-"""Additions of a broadcast operand whose gradient is an order-free sum."""
+"""Broadcast operands whose gradient is an order-free sum."""
 
 import math
 
@@ -19,3 +19,10 @@ def add(full: Tensor, small: Tensor) -> Tensor:
     rows = moved.reshape(math.prod(full.shape[d] for d in folded), math.prod(full.shape[d] for d in kept))
     total: Tensor = ADD_TO_ROWS(rows, small.reshape(-1))
     return total.reshape(moved.shape).permute(sorted(range(full.dim()), key=order.__getitem__))
+
+
+def expanded(small: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """`small.expand(shape)`, whose gradient is a sum by rule 4."""
+    if tuple(small.shape) == tuple(shape) or not small.requires_grad:
+        return small.expand(shape)
+    return add(small.new_full((), -0.0).expand(shape), small)  # -0, to which every number adds as it is

@@ -14,6 +14,7 @@ from isograd.flash_attention.descriptors import DIM_STEP, LEAST_DIM, MOST_DIM
 from isograd.flash_attention.options import AttentionOptions, Window, default_scale
 from isograd.torch import attention_products
 from isograd.torch.attention_dense import Operands
+from isograd.torch.broadcasting import expanded
 from isograd.torch.indexing import enter
 from isograd.torch.ops_attention import ATTENTION
 from isograd.torch.tensors import require_dense, require_tensor
@@ -252,7 +253,12 @@ def _four_axes(x: Tensor, lead: tuple[int, ...]) -> Tensor:
     if len(lead) == 2 and lead == x.shape[:-2]:
         return x
     lead = (1,) * (2 - len(lead)) + lead
-    return x.expand(*lead, *x.shape[-2:]).reshape(math.prod(lead[:-1]), lead[-1], *x.shape[-2:])
+    return expanded(x, (*lead, *x.shape[-2:])).reshape(math.prod(lead[:-1]), lead[-1], *x.shape[-2:])
+
+
+def _repeated(x: Tensor, times: int) -> Tensor:
+    """[..., H, L, D] with every head several times."""
+    return expanded(x.unsqueeze(-3), (*x.shape[:-2], times, *x.shape[-2:])).flatten(-4, -3)
 
 
 def _mask(attn_mask: Tensor, scores: tuple[int, ...]) -> Tensor:
@@ -269,7 +275,7 @@ def _mask(attn_mask: Tensor, scores: tuple[int, ...]) -> Tensor:
     if rank == 4:
         return mask
     outer = sizes[:-3] if all(size == 1 for size in sizes[:-3]) else full[:-3]
-    return mask.expand(*outer, *sizes[-3:]).reshape(math.prod(outer), *sizes[-3:])
+    return expanded(mask, (*outer, *sizes[-3:])).reshape(math.prod(outer), *sizes[-3:])
 
 
 def _addable(attn_mask: Tensor, query: Tensor) -> bool:
@@ -334,7 +340,7 @@ def scaled_dot_product_attention(
         )
     if heads[1] != heads[2]:
         groups = [heads[0][0] // t[0] for t in heads[1:]]
-        key, value = (t.repeat_interleave(g, -3) for t, g in zip((key, value), groups, strict=True))
+        key, value = (_repeated(t, g) for t, g in zip((key, value), groups, strict=True))
         heads[1:] = [tuple(t.shape[-3:-2]) for t in (key, value)]
     batch = _broadcast(*[tuple(t.shape[:-own]) for t in (query, key, value)])
     if key.shape[-2] != value.shape[-2]:
