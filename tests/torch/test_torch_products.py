@@ -131,6 +131,53 @@ def test_autocast_multiplies_in_its_dtype():
     assert o.dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_dtypes_under_autocast_are_those_of_torch(dtype):
+    a, b = random(3, 4, grad=False), random(4, 5, seed=1, grad=False)
+    calls = (
+        lambda: torch.dot(a[0], b[:, 0]), lambda: torch.mv(a, b[:, 0]), lambda: torch.mm(a, b), lambda: a[0] @ b[:, 0],
+        lambda: torch.addmv(a[:, 0], a, b[:, 0]), lambda: torch.addmm(b[0], a, b), lambda: torch.einsum("ij,jk", a, b),
+        lambda: torch.einsum("i,j->ij", a[0], b[0]), lambda: torch.einsum("ij,ij->ij", a, a),
+    )  # fmt: skip
+    with torch.autocast("cpu", dtype=dtype):
+        expected = [call().dtype for call in calls]
+        with igt.use(products="int16") as switch:
+            assert [call().dtype for call in calls] == expected
+    assert not switch.report().not_replaced
+
+
+def test_products_of_one_term_are_rounded_once_and_their_gradients_have_no_order():
+    a, b = random(300, 1), random(1, 4, seed=1)
+    dy = random(300, 4, seed=2, grad=False) * torch.logspace(-3, 3, 300)[:, None]
+    order = torch.randperm(300, generator=torch.Generator().manual_seed(0))
+    moved = a.detach()[order]
+    calls = {
+        "matmul": lambda a, b: a @ b,
+        "einsum": lambda a, b: torch.einsum("i,j->ji", a[:, 0], b[0]).t(),
+        "elements": lambda a, b: torch.einsum("bi,bj->ijb", a.t(), b).squeeze(-1),
+        "baddbmm": lambda a, b: torch.baddbmm(b.new_zeros(1, 1, 1), a[None], b[None])[0],
+    }
+    for name, call in calls.items():
+        with igt.use(products="int16") as switch:
+            y, shuffled = call(a, b), call(moved, b)
+        assert torch.equal(y, a * b), name
+        assert not switch.report().not_replaced
+        (db,), (again,) = torch.autograd.grad(y, b, dy), torch.autograd.grad(shuffled, b, dy[order])
+        assert torch.equal(db, again), name
+        assert torch.allclose(db.double(), (dy.double() * a.double()).sum(0), rtol=1e-5), name
+    with igt.use(products="int16"):
+        assert not torch.signbit(torch.zeros(1, 1) @ -torch.ones(1, 1))
+
+
+def test_what_does_not_broadcast_is_an_error_of_torchs():
+    a, b, c = random(3, 4, grad=False), random(4, 5, grad=False), torch.ones(2, 2)
+    with pytest.raises(RuntimeError) as expected:
+        torch.addmm(c, a, b)
+    with igt.use(products="int16"), pytest.raises(RuntimeError) as found:
+        torch.addmm(c, a, b)
+    assert str(found.value) == str(expected.value)
+
+
 def test_an_unmodified_layer_of_torch_has_no_order():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True)

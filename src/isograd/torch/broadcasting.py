@@ -1,6 +1,7 @@
 """Broadcast operands whose gradient is an order-free sum."""
 
 import math
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -19,6 +20,15 @@ def add(full: Tensor, small: Tensor) -> Tensor:
     rows = moved.reshape(math.prod(full.shape[d] for d in folded), math.prod(full.shape[d] for d in kept))
     total: Tensor = ADD_TO_ROWS(rows, small.reshape(-1))
     return total.reshape(moved.shape).permute(sorted(range(full.dim()), key=order.__getitem__))
+
+
+def broadcast_shape(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...] | None:
+    """The shape that two shapes broadcast to, or None."""
+    rank = max(len(first), len(second))
+    pairs = list(zip(*[(1,) * (rank - len(shape)) + tuple(shape) for shape in (first, second)], strict=True))
+    if any(a != b and a != 1 and b != 1 for a, b in pairs):
+        return None
+    return tuple([b if a == 1 else a for a, b in pairs])
 
 
 def expanded(small: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from isograd.errors import InvalidProblemError, UnsupportedError
 from isograd.torch.dot_product import drawn
@@ -43,7 +44,10 @@ def dropout(
         raise UnsupportedError(
             f"{name}: input has {input.numel()} elements; accepted: as many for each of {len(samples)} samples"
         )
-    y = by_numbers(input, p, seed=int(drawn()) & _WORD, offset=samples.start * size & _WORD)
+    seed = drawn()
+    if is_functorch_wrapped_tensor(seed):
+        raise UnsupportedError(f"{name}: vmap draws a number for each of its members; accepted: calls outside of it")
+    y = by_numbers(input, p, seed=int(seed) & _WORD, offset=samples.start * size & _WORD)
     return input.copy_(y) if inplace else y
 
 

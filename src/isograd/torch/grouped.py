@@ -1,6 +1,7 @@
 """Order-free linear layers of several experts, each on rows of its own."""
 
 import itertools
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -22,7 +23,10 @@ def _checked_ends(offsets: Tensor | Sequence[int], experts: int, rows: int) -> l
                 f"{_NAME}: offsets is {offsets.dtype} with shape {tuple(offsets.shape)}; expected integers of one axis"
             )
         offsets = offsets.tolist()
-    ends = list(offsets)
+    try:
+        ends = [end if isinstance(end, (int, torch.SymInt)) else operator.index(end) for end in offsets]
+    except (TypeError, RuntimeError):
+        raise InvalidProblemError(f"{_NAME}: offsets is {offsets!r}; expected integers of one axis") from None
     if len(ends) != experts + 1:
         raise InvalidProblemError(f"{_NAME}: {len(ends)} offsets for {experts} experts; expected one more")
     if ends[0] != 0 or ends[-1] != rows or any(a > b for a, b in itertools.pairwise(ends)):

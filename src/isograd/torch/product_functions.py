@@ -12,10 +12,12 @@ from torch import Tensor
 
 from isograd.errors import InvalidProblemError, UnsupportedError
 from isograd.torch import grouped, products
-from isograd.torch.broadcasting import add
-from isograd.torch.tensors import require_same_dtype, require_tensor
+from isograd.torch.broadcasting import add, broadcast_shape, expanded
+from isograd.torch.tensors import require_device, require_same_dtype, require_tensor
 
 _PRECISION: Final = "int16"
+# What autocast leaves in its dtype, by devices.
+_NOT_CAST: Final = {"": (), "cpu": ("dot", "mv", "addmv"), "cuda": ("dot",)}
 
 
 def _cast(name: str, *tensors: Any) -> list[Any]:
@@ -24,7 +26,7 @@ def _cast(name: str, *tensors: Any) -> list[Any]:
         if tensor is not None:
             require_tensor(name, tensor, "an operand")
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.is_autocast_enabled(device) or name in _NOT_CAST.get(device, _NOT_CAST[""]):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
     narrow = [t is not None and t.is_floating_point() and t.dtype is not torch.float64 for t in tensors]
@@ -37,10 +39,31 @@ def _require_dims(name: str, *operands: tuple[Tensor, int]) -> None:
             raise InvalidProblemError(f"{name}: an operand has {tensor.dim()} dimensions; expected {dims}")
 
 
+def _multiplied(input: Tensor, other: Tensor) -> Tensor:  # noqa: A002
+    """The product of operands that are cast already.
+
+    In one of a single term nothing is added up: it is a multiplication, rounded once, and its gradients are sums by
+    rule 4. Angles of positions are made so, which 16 bits would spoil.
+    """
+    outer = input.dim() > 1 and other.dim() > 1 and input.shape[-1] == 1 and other.shape[-2] == 1
+    if not outer or input.dtype is not torch.float32 or other.dtype is not torch.float32:
+        return products.matmul(input, other, precision=_PRECISION)
+    require_device("matmul", input=input, other=other)
+    return _times("matmul", input, other) + 0.0  # a sum that is zero is +0
+
+
+def _times(name: str, a: Tensor, b: Tensor) -> Tensor:
+    """The product of elements, with order-free gradients where an operand is broadcast."""
+    require_same_dtype(name, b, "the second operand", a, "the first")
+    shape = broadcast_shape(a.shape, b.shape)
+    if shape is None:
+        raise InvalidProblemError(f"{name}: shapes {tuple(a.shape)} and {tuple(b.shape)} do not broadcast")
+    return expanded(a, shape) * expanded(b, shape)
+
+
 def matmul(input: Tensor, other: Tensor) -> Tensor:  # noqa: A002
     """`torch.matmul`."""
-    input, other = _cast("matmul", input, other)  # noqa: A001
-    return products.matmul(input, other, precision=_PRECISION)
+    return _multiplied(*_cast("matmul", input, other))
 
 
 def rmatmul(self: Tensor, other: Tensor) -> Tensor:
@@ -56,14 +79,16 @@ def mm(input: Tensor, mat2: Tensor) -> Tensor:  # noqa: A002
 
 def mv(input: Tensor, vec: Tensor) -> Tensor:  # noqa: A002
     """`torch.mv`."""
+    input, vec = _cast("mv", input, vec)  # noqa: A001
     _require_dims("mv", (input, 2), (vec, 1))
-    return matmul(input, vec)
+    return _multiplied(input, vec)
 
 
 def dot(input: Tensor, tensor: Tensor) -> Tensor:  # noqa: A002
     """`torch.dot`."""
+    input, tensor = _cast("dot", input, tensor)  # noqa: A001
     _require_dims("dot", (input, 1), (tensor, 1))
-    return matmul(input, tensor)
+    return _multiplied(input, tensor)
 
 
 def bmm(input: Tensor, mat2: Tensor) -> Tensor:  # noqa: A002
@@ -81,7 +106,7 @@ def _plus(name: str, input: Tensor, product: Tensor, beta: Any, alpha: Any) -> T
         return product
     (input,) = _cast(name, input)  # noqa: A001
     require_same_dtype(name, input, "input", product, "the product")
-    if input.dim() > product.dim() or torch.broadcast_shapes(input.shape, product.shape) != product.shape:  # type: ignore[no-untyped-call]
+    if broadcast_shape(input.shape, product.shape) != tuple(product.shape):
         raise InvalidProblemError(f"{name}: input has shape {tuple(input.shape)}; the product {tuple(product.shape)}")
     return add(product, input if beta == 1 else beta * input)
 
@@ -134,8 +159,14 @@ def _contracted(a: Tensor, left: str, b: Tensor, right: str, result: str) -> Ten
         moved = tensor.permute([letters.index(c) for group in groups for c in group])
         return moved.reshape([math.prod(sizes[c] for c in group) for group in groups])
 
-    product = matmul(matrices(a, left, batch, rows, summed), matrices(b, right, batch, summed, columns))
     order = [*batch, *rows, *columns]
+    if not summed:  # torch multiplies elements, which autocast leaves in their dtype
+        left_axes = matrices(a, left, *([c] for c in (*batch, *rows)))
+        right_axes = matrices(b, right, *([c] for c in (*batch, *columns)))
+        places = [*(slice(None),) * len(batch), *(None,) * len(rows)]
+        found = _times("einsum", left_axes[(..., *(None,) * len(columns))], right_axes[tuple(places)])
+        return found.permute([order.index(c) for c in result])
+    product = matmul(matrices(a, left, batch, rows, summed), matrices(b, right, batch, summed, columns))
     return product.reshape([sizes[c] for c in order]).permute([order.index(c) for c in result])
 
 
@@ -151,5 +182,6 @@ def einsum(equation: str, *operands: Any) -> Tensor:
         raise InvalidProblemError(f"einsum: the equation is {equation!r}; expected one term for each of two operands")
     if not arrow:
         result = "".join(sorted(set(left) ^ set(right)))
-    a, b = _cast("einsum", *operands)
-    return _contracted(a, left, b, right, result)
+    for operand in operands:
+        require_tensor("einsum", operand, "an operand")
+    return _contracted(operands[0], left, operands[1], right, result)
