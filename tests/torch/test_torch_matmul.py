@@ -169,6 +169,9 @@ def test_grouped_linear_has_the_bits_of_each_expert_alone(dtype, precision):
         (torch.tensor([1, 2, 3]), "from 1 to 3 for 3 rows"),
         ([0, 3], "2 offsets for 2 experts; expected one more"),
         (torch.tensor([0.0, 1, 3]), "offsets is torch.float32"),
+        ([0.0, 1.0, 3.0], "offsets is \\[0.0, 1.0, 3.0\\]; expected integers"),
+        (None, "offsets is None; expected integers"),
+        (3, "offsets is 3; expected integers"),
     ],
 )
 def test_errors_of_grouped_linear(offsets, words):

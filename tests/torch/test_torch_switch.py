@@ -315,6 +315,18 @@ def test_dropout_of_samples_does_not_depend_on_how_a_step_is_split():
         torch.nn.Dropout()(x)
         assert torch.nn.Dropout().eval()(x) is x
     assert switch.report().not_replaced == {"torch.nn.functional.dropout": 1}
+    kinds = ["dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"]
+    with igt.use() as plain, igt.use(samples=range(7)) as switch:
+        for kind in kinds:
+            x = torch.ones(7, 3, *(2,) * int(kind[-2] if kind[-2].isdigit() else 1))
+            getattr(torch.nn.functional, kind)(x, 0.5, True)
+            getattr(torch.nn.functional, kind)(x, 0.5, training=False)
+        torch.dropout_(torch.ones(7), 0.5, True)
+    assert switch.report().not_replaced == {f"torch.nn.functional.{kind}": 1 for kind in kinds} | {"torch.dropout_": 1}
+    assert not plain.report().not_replaced
+    with igt.use(samples=range(7)) as switch:
+        torch.vmap(torch.nn.functional.dropout, randomness="different")(torch.ones(2, 7))
+    assert switch.report().not_replaced == {"torch.nn.functional.dropout": 1}
     for wrong in (4, range(0), range(-1, 3), range(0, 8, 2)):
         with pytest.raises(ig.InvalidProblemError, match="use: samples is"):
             igt.use(samples=wrong)

@@ -154,6 +154,11 @@ class Left(NamedTuple):
     counts: Callable[[tuple[Any, ...], dict[str, Any]], bool]
 
 
+def _training(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a dropout that is on by default drops."""
+    return bool(args[2] if len(args) > 2 else kwargs.get("training", True))
+
+
 def _always(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return True
 
@@ -197,7 +202,12 @@ _FUSED = "computes its softmax inside one fused operation of torch's"
 _SUMS = "adds up repeated indices in a way that isograd has no operator for"
 _SELECTED = "its gradient adds up repeated indices in torch's order; accepted: index_select, gather, embedding"
 _ORDER = "adds up in an order of torch's own; isograd has no operator for it"
+_DRAWN = "draws from torch's generator, elsewhere for another split of the step; accepted: dropout of elements"
 LEFT: dict[Any, Left] = {}
+
+
+# What is left to torch where a block says which samples it has.
+LEFT_OF_SAMPLES: dict[Any, Left] = {}
 
 
 def _leave(
@@ -205,11 +215,12 @@ def _leave(
     counts: Callable[[tuple[Any, ...], dict[str, Any]], bool],
     places: Iterable[tuple[Any, str]],
     names: str,
+    left: dict[Any, Left] = LEFT,
 ) -> None:
     for module, prefix in places:
         for name in names.split():
             if hasattr(module, name):  # some are younger than the oldest torch that is served
-                LEFT.setdefault(getattr(module, name), Left(f"{prefix}.{name}", reason, counts))
+                left.setdefault(getattr(module, name), Left(f"{prefix}.{name}", reason, counts))
 
 
 _TORCH, _METHOD, _F = (torch, "torch"), (Tensor, "torch.Tensor"), (F, "torch.nn.functional")
@@ -237,6 +248,16 @@ _leave(_SUMS, _given("weights", 1), [_TORCH, _METHOD], "bincount")
 _leave(_SUMS, _given("weight"), [_TORCH, _METHOD], "histogram histogramdd")
 _leave(_SELECTED, _selects_rows, [_METHOD], "__getitem__")
 _leave(_SELECTED, _differentiated, [_TORCH, _METHOD], "take")
+_leave(_DRAWN, _training, [_F], "dropout1d dropout2d dropout3d", LEFT_OF_SAMPLES)
+_leave(_DRAWN, _given("training", 2), [_F], "alpha_dropout feature_alpha_dropout", LEFT_OF_SAMPLES)
+_leave(
+    _DRAWN,
+    _given("train", 2),
+    [_TORCH],
+    "dropout_ native_dropout feature_dropout feature_dropout_ alpha_dropout alpha_dropout_ feature_alpha_dropout "
+    "feature_alpha_dropout_",
+    LEFT_OF_SAMPLES,
+)
 # Products, convolutions, recurrent layers, norms, sums and the losses that are sums.
 _leave(
     _ORDER,

@@ -24,7 +24,17 @@ from isograd.runtime import modes
 from isograd.runtime.blocks import held
 from isograd.torch import checkpoints
 from isograd.torch.dropping import checked_samples
-from isograd.torch.replacements import LEFT, OPENED, OPENED_BACKWARDS, PRODUCTS, REPLACED, SAMPLED, is_plain, of_floats
+from isograd.torch.replacements import (
+    LEFT,
+    LEFT_OF_SAMPLES,
+    OPENED,
+    OPENED_BACKWARDS,
+    PRODUCTS,
+    REPLACED,
+    SAMPLED,
+    is_plain,
+    of_floats,
+)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Products = Literal["int16"]
@@ -283,8 +293,9 @@ class Switch(TorchFunctionMode):
         if func in OPENED:
             with self:
                 return OPENED[func](*args, **kwargs)
-        if func in LEFT and LEFT[func].counts(args, kwargs):
-            self._count(LEFT[func].name, False, LEFT[func].reason)
+        left = LEFT.get(func) if self._samples is None else LEFT_OF_SAMPLES.get(func, LEFT.get(func))
+        if left is not None and left.counts(args, kwargs):
+            self._count(left.name, False, left.reason)
         return func(*args, **kwargs)
 
 
@@ -374,9 +385,10 @@ def use(
                 loss = model(batch[samples.start : samples.stop])
                 loss.backward()
 
-    Tensors have to hold one sample after the other: [B, ...] or [B * L, ...], not [L, B, ...]. Left to torch: a number
-    of elements that the samples do not divide, and what torch.compile traces or a CUDA graph captures. Attention's own
-    dropout counts the sequences of a call from 0, in every block.
+    Tensors have to hold one sample after the other: [B, ...] or [B * L, ...], not [L, B, ...]. Left to torch and
+    listed: a number of elements that the samples do not divide, other dropouts (`dropout2d`, `alpha_dropout`,
+    `torch.dropout_`), members of vmap, and what torch.compile traces or a CUDA graph captures. Attention's own dropout
+    counts the sequences of a call from 0, in every block.
 
     The block is this thread's. It holds for gradients that are computed in it, and for the recomputation of a
     checkpoint of `torch.utils.checkpoint` that was made in it, wherever the gradient is computed; for checkpoints of
