@@ -395,6 +395,26 @@ def test_layers_of_torch_are_converted():
         assert "1 calls of Linear went to torch: linear: precision is 'int16' for float64" in str(handle.report())
 
 
+def test_a_model_of_float64_keeps_its_products_and_one_step_in_its_cache(monkeypatch):
+    model, words = model_of("Llama").double(), words_of(1, 5)
+    expected = model(words).logits
+    with igt.convert(model, products="int16") as handle:
+        found = model(words, use_cache=True)
+        assert found.past_key_values.get_seq_length() == 5
+        assert max(distance([found.logits], [expected])) < 1e-5  # positions are of float32
+        passed = {module.kind for module in handle.report().modules if module.passed}
+        assert passed == {"Linear"}
+
+        def refusing(*args, **kwargs):
+            raise ig.errors.UnsupportedError("attention: not served")
+
+        monkeypatch.setattr("isograd.torch.huggingface.attention", refusing)
+        cache = found.past_key_values
+        with pytest.raises(ig.errors.UnsupportedError, match="not served"):
+            model(words[:, :1], past_key_values=cache)
+        assert cache.layers[0].keys.shape[2] == 6
+
+
 def test_rotary_positions_are_those_of_the_table():
     model = model_of("Llama").model
     theirs = model.rotary_emb(torch.ones(1, 1, 1), torch.tensor([[0, 3, 31]]))

@@ -8,7 +8,7 @@ import torch
 from torch.nn import Module
 
 from isograd.errors import InvalidProblemError
-from isograd.torch import converted
+from isograd.torch import converted, rotary_positions
 from isograd.torch.converted import Call
 from isograd.torch.huggingface import register_transformers
 from isograd.torch.switch import NOT_SERVED, Products, checked_products
@@ -29,6 +29,8 @@ class Forward:
         try:
             return self.call(self.module, *args, **kwargs)
         except NOT_SERVED as error:
+            if self.call is rotary_positions.attention and not isinstance(error, rotary_positions.NotRotatedError):
+                raise  # behind the positions, where a cache holds the keys of this step already
             if not torch.compiler.is_compiling():
                 self.passed[str(error)] += 1
             return type(self.module).forward(self.module, *args, **kwargs)
@@ -182,7 +184,8 @@ def convert(model: Module, *, products: Products | None = None) -> Conversion:
     products: "int16" replaces products as well, by those of `isograd.torch.linear` with that precision: Linear and
     transformers' Conv1D (biases' gradients are order-free sums then), those of routers, experts and the layers of
     nn.Transformer; attention is `isograd.torch.attention` with precision="int16", all scores at once. So no sum of such
-    a model depends on an order, forward or backward. Modules of float64 keep torch's products.
+    a model depends on an order, forward or backward. Modules of float64 keep torch's products, and isograd's attention
+    without them.
 
     Experts wait for the GPU once a call, for the numbers of their rows, and multiply one after the other. Without
     products a bias of a linear layer stays torch's with the layer: its gradient is a sum in floats.

@@ -46,6 +46,8 @@ def attention_forward(
     """
     if kwargs.get("output_attentions"):
         warnings.warn("isograd's attention does not return weights; use the eager implementation", stacklevel=2)
+    if query.dtype is torch.float64:
+        precision = None
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     options: dict[str, Any] = {
         "scale": scaling,
@@ -84,7 +86,7 @@ def register_transformers(name: str = "isograd", *, precision: Precision | None 
     Grouped heads, sliding windows, soft caps, sinks, position biases, padding, caches and packed sequences are served,
     with gradients for all of them. Masks are those of transformers' "sdpa": none for a batch without padding, else
     boolean [B, 1, Lq, Lk], also for a sliding window shorter than the sequence. A query that sees no key gives 0.
-    precision: that of `isograd.torch.attention`; one with "int16" needs a name of its own.
+    precision: that of `isograd.torch.attention`; one with "int16" needs a name of its own, and takes float64 without.
 
     Raises ImportError where transformers is missing or older than its `AttentionInterface` (4.53).
     """

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isograd.errors import UnsupportedError
+from isograd.errors import IsogradError, UnsupportedError
 from isograd.rotary import rotary_table
 from isograd.torch.exported import rotary
 from isograd.torch.indexing import embedding
@@ -45,15 +45,22 @@ def positions(m: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     return cos.to(x.dtype), sin.to(x.dtype)
 
 
+class NotRotatedError(UnsupportedError):
+    """Queries or keys that are not served; nothing has been done with them yet."""
+
+
 def _apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """What transformers' modules call: queries and keys, rotated; cos and sin have both halves."""
     pairs = q.shape[-1] // 2
     if unsqueeze_dim not in _DIMENSIONS or cos.shape[-1] != 2 * pairs:
-        raise UnsupportedError(
+        raise NotRotatedError(
             f"rotary: cos has shape {tuple(cos.shape)} for queries {tuple(q.shape)}; accepted: whole heads"
         )
     halves, dim = (cos[..., :pairs], sin[..., :pairs]), _DIMENSIONS[unsqueeze_dim]
-    return rotary(q, *halves, dim=dim), rotary(k, *halves, dim=dim)
+    try:
+        return rotary(q, *halves, dim=dim), rotary(k, *halves, dim=dim)
+    except IsogradError as error:
+        raise NotRotatedError(str(error)) from error
 
 
 def applies(kind: Any) -> bool:
