@@ -204,6 +204,23 @@ def test_compiled_products():
     assert sum(switch.report().replaced.values()) == 2
 
 
+@pytest.mark.thorough
+def test_products_whose_operands_are_broadcast_are_compiled_whole():
+    calls = (
+        (lambda a, b: a @ b, (9, 1), (1, 5)),
+        (lambda a, b: torch.einsum("bij,jk->bik", a, b), (2, 3, 4), (4, 5)),
+        (lambda a, b: torch.baddbmm(b[:, :1, :1], a, b.mT), (2, 3, 4), (2, 5, 4)),
+        (lambda a, b: F.scaled_dot_product_attention(a, b, b), (2, 2, 4, 16), (1, 2, 5, 16)),
+    )
+    for call, *shapes in calls:
+        leaves = [random(*shape, seed=i) for i, shape in enumerate(shapes)]
+        torch._dynamo.reset()
+        with igt.use(products="int16") as switch:
+            compiled = with_gradients(torch.compile(call, backend="aot_eager", fullgraph=True), *leaves)
+            assert same(compiled, with_gradients(call, *leaves))
+        assert not switch.report().not_replaced
+
+
 # --- attention -------------------------------------------------------------------------------------------------------
 def operands(dtype, grad=True):
     return (

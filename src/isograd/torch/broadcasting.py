@@ -10,14 +10,15 @@ from isograd.torch.ops_matmul import ADD_TO_ROWS
 
 def add(full: Tensor, small: Tensor) -> Tensor:
     """`full + small` of one dtype, small broadcast to full's shape; its gradient is a sum by rule 4."""
-    sizes = (1,) * (full.dim() - small.dim()) + tuple(small.shape)
-    folded = [d for d, size in enumerate(sizes) if size != full.shape[d]]
+    own = (1,) * (full.dim() - small.dim()) + tuple(small.shape)
+    folded = [d for d, size in enumerate(own) if size != full.shape[d]]
     if not folded or not small.requires_grad:
         return full + small
     kept = [d for d in range(full.dim()) if d not in folded]
     order = (*folded, *kept)
     moved = full.permute(order)
-    rows = moved.reshape(math.prod(full.shape[d] for d in folded), math.prod(full.shape[d] for d in kept))
+    sizes = [math.prod([full.shape[d] for d in axes]) for axes in (folded, kept)]  # torch.compile knows no generators
+    rows = moved.reshape(sizes)
     total: Tensor = ADD_TO_ROWS(rows, small.reshape(-1))
     return total.reshape(moved.shape).permute(sorted(range(full.dim()), key=order.__getitem__))
 

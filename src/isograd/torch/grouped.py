@@ -3,6 +3,7 @@
 import itertools
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ def _checked_ends(offsets: Tensor | Sequence[int], experts: int, rows: int) -> l
             )
         offsets = offsets.tolist()
     try:
-        ends = [end if isinstance(end, (int, torch.SymInt)) else operator.index(end) for end in offsets]
+        ends: list[Any] = [end if isinstance(end, (int, torch.SymInt)) else operator.index(end) for end in offsets]
     except (TypeError, RuntimeError):
         raise InvalidProblemError(f"{_NAME}: offsets is {offsets!r}; expected integers of one axis") from None
     if len(ends) != experts + 1:

@@ -157,7 +157,7 @@ def _contracted(a: Tensor, left: str, b: Tensor, right: str, result: str) -> Ten
 
     def matrices(tensor: Tensor, letters: str, *groups: list[str]) -> Tensor:
         moved = tensor.permute([letters.index(c) for group in groups for c in group])
-        return moved.reshape([math.prod(sizes[c] for c in group) for group in groups])
+        return moved.reshape([math.prod([sizes[c] for c in group]) for group in groups])
 
     order = [*batch, *rows, *columns]
     if not summed:  # torch multiplies elements, which autocast leaves in their dtype
