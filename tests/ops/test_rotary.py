@@ -86,6 +86,7 @@ def test_tables_positions_and_layouts_of_torch():
     assert torch.equal(igt.rotary(x, cos, sin, each), torch.cat([y[:1], second]))
     assert torch.equal(igt.rotary(x, cos[each], sin[each]), igt.rotary(x, cos, sin, each))
     assert torch.equal(igt.rotary(x, cos[None, :5], sin[None, :5]), y)
+    assert torch.equal(igt.rotary(x.movedim(2, 0), cos[None, :5], sin[None, :5], dim=0), y.movedim(2, 0))
     half = [t.bfloat16() for t in (cos, sin)]
     assert torch.equal(igt.rotary(x, *half), igt.rotary(x, *[t.float() for t in half]))
 
@@ -105,6 +106,7 @@ def test_errors_of_tables_and_positions():
         ((x, cos, sin[0]), {}, "sin has shape"),
         ((x, cos, sin, torch.arange(4)), {}, "positions has shape"),
         ((x, cos, sin, torch.arange(5) + 6), {}, "9"),
+        ((x, *[t[:2].expand(2, 2, 8) for t in (cos, sin)]), {"dim": 0}, "cos has shape"),
         ((x, cos, sin), {"dim": -1}, "dim is -1"),
         ((x, cos, sin), {"dim": 7}, "dim is 7"),
         ((x[0, 0, 0], cos, sin), {}, "input has shape"),

@@ -39,8 +39,9 @@ for _bound in (_backward, _forward):  # a row does not depend on where it is
     sharding.add(_bound.op.name, _bound.cuts)
 
 
-def _rows(name: str, table: Tensor, argument: str, x: Tensor, positions: Tensor | None, length: int) -> Tensor:
+def _rows(name: str, table: Tensor, argument: str, x: Tensor, positions: Tensor | None, dim: int) -> Tensor:
     """The rows of a table for every position, or for every position of every sequence."""
+    length = x.shape[dim]
     if positions is not None and table.dim() == 2:
         if torch.compiler.is_compiling():
             return embedding(positions, table)
@@ -48,8 +49,9 @@ def _rows(name: str, table: Tensor, argument: str, x: Tensor, positions: Tensor 
             return embedding(positions, table)
     if positions is None and table.dim() == 2 and table.shape[0] >= length:
         return table[:length]
-    if positions is None and table.dim() == 3 and table.shape[0] in (1, x.shape[0]) and table.shape[1] == length:
-        return table
+    batches = (1, x.shape[0]) if dim else (1,)
+    if positions is None and table.dim() == 3 and table.shape[0] in batches and table.shape[1] == length:
+        return table if dim else table[0]
     accepted = (
         "[P, R / 2]" if positions is not None else f"[P, R / 2] with P at least {length}, or [B, {length}, R / 2]"
     )
@@ -59,7 +61,7 @@ def _rows(name: str, table: Tensor, argument: str, x: Tensor, positions: Tensor 
 def _table(name: str, table: Any, argument: str, x: Tensor, positions: Tensor | None, dim: int) -> Tensor:
     """Rows of a table as they are broadcast over x without its last dimension."""
     require_tensor(name, table, argument)
-    rows = _rows(name, table, argument, x, positions, x.shape[dim]).to(work_dtype(x.dtype))
+    rows = _rows(name, table, argument, x, positions, dim).to(work_dtype(x.dtype))
     shape = [1] * x.dim()
     shape[dim], shape[-1] = x.shape[dim], rows.shape[-1]
     if rows.dim() == 3:
