@@ -59,3 +59,16 @@ def test_derivatives_are_torchs_own(form):
         pushed = torch.func.jvp(lambda x, f=function: torch.func.grad(lambda t: f(t, **options).sum())(x), (x,), (x,))
         results.append((y, first, second, *pushed))
     torch.testing.assert_close(*results, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_second_derivatives_of_large_numbers_are_zero(form):
+    torch = pytest.importorskip("torch", reason="needs torch")
+    import isograd.torch as igt
+
+    name, options = FORMS[form]
+    x = torch.tensor([1e38, -1e38, 1e20, torch.inf, 2e3, -2e3], requires_grad=True)
+    (first,) = torch.autograd.grad(getattr(igt, name)(x, **options).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert first.tolist() == [1, 0, 1, 1, 1, 0]
+    assert second.tolist() == [0] * 6

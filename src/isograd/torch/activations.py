@@ -8,14 +8,15 @@ from torch import Tensor
 
 def derivatives(x: Tensor, form: str) -> tuple[Tensor, Tensor, Tensor]:
     """The activation and its first two derivatives."""
+    z = x.clamp(-1024, 1024) if form == "silu" else x.clamp(-64, 64)  # no power overflows, and beyond nothing changes
     if form == "none":
         share = torch.special.ndtr(x)
-        density = torch.exp(-x * x / 2) / math.sqrt(2 * math.pi)
-        return x * share, share + x * density, density * (2 - x * x)
-    v, dv, ddv = x, torch.ones_like(x), torch.zeros_like(x)
+        density = torch.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+        return x * share, share + z * density, density * (2 - z * z)
+    v, dv, ddv = z, torch.ones_like(z), torch.zeros_like(z)
     if form == "tanh":
         scale = math.sqrt(8 / math.pi)
-        v, dv, ddv = scale * (x + 0.044715 * x**3), scale * (1 + 0.134145 * x * x), scale * 0.26829 * x
+        v, dv, ddv = scale * (z + 0.044715 * z**3), scale * (1 + 0.134145 * z * z), scale * 0.26829 * z
     s = torch.sigmoid(v)
     first = s * torch.sigmoid(-v)
-    return x * s, s + x * first * dv, 2 * first * dv + x * first * ((1 - 2 * s) * dv * dv + ddv)
+    return x * s, s + z * first * dv, 2 * first * dv + z * first * ((1 - 2 * s) * dv * dv + ddv)
