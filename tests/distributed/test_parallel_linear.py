@@ -14,6 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import linears  # noqa: E402
 from pool import Ranks  # noqa: E402
 
+import isograd.torch.distributed as igd  # noqa: E402
+from isograd.errors import UnsupportedError  # noqa: E402
+
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: Any) -> Any:
@@ -84,3 +87,15 @@ def test_errors_on_all_ranks(four: Any) -> None:
             assert said in message, (what, message)
             assert raised == kind or (second is not None and rank), (what, raised)
     assert set(found[0]) == set(SAID)
+
+
+def test_transforms_of_torch_func_are_refused() -> None:
+    x, weight = torch.ones(2, 3), torch.ones(4, 3)
+    for call in (igd.column_parallel_linear, igd.row_parallel_linear):
+
+        def total(x: Any, call: Any = call) -> Any:
+            return call(x, weight).sum()
+
+        for transformed in (torch.vmap(total), torch.func.grad(total)):
+            with pytest.raises(UnsupportedError, match=f"{call.__name__}: input is transformed by torch.func"):
+                transformed(x)

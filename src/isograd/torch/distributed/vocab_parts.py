@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from isograd.errors import IsogradError, UnsupportedError
 from isograd.torch import tensors
@@ -50,6 +51,8 @@ def checked_part(name: str, argument: str, x: Any) -> Tensor:
     tensors.require_dense(name, x, argument)
     if type(x) not in (Tensor, torch.nn.Parameter):
         raise UnsupportedError(f"{name}: {argument} is a {type(x).__name__}; pass the tensor of this rank's classes")
+    if is_functorch_wrapped_tensor(x):
+        raise UnsupportedError(f"{name}: {argument} is transformed by torch.func; accepted: backward of torch.autograd")
     kernels.require_kernels(name, x.device)
     return tensors.usable(name, argument, x)
 
