@@ -64,7 +64,7 @@ CALLS = {
     "distillation_loss": (ig.distillation_loss, X, X[::-1]),
     "gumbel_softmax": (lambda x: ig.gumbel_softmax(x, seed=1), X),
     "dropout": (lambda x: ig.dropout(x, seed=1), X),
-    "rotary": (ig.rotary, X, X[:, :2], X[:, 2:]),
+    "rotary": (ig.rotary, X, X[:, :2], X[:, 2:4]),
     "silu": (ig.silu, X),
     "gelu": (ig.gelu, X),
     "silu_mul": (ig.silu_mul, X, X[::-1]),

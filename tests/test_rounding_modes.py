@@ -82,9 +82,10 @@ def array_calls(x, other, upstream, tiny):
         for operand in (x, row, abs(other)):
             yield name, getattr(ig, name), (operand,), {}
     yield "gelu", ig.gelu, (x, "tanh"), {}
-    for name in ("sigmoid", "silu", "tanh", "gelu"):
+    slopes = (elementwise.sigmoid_backward, elementwise.tanh_backward, ig.silu_backward, ig.gelu_backward)
+    for name, slope in zip(("sigmoid", "tanh", "silu_backward", "gelu_backward"), slopes, strict=True):
         for operand in (x, np.broadcast_to(row[[0, 3, 4]].repeat(3), x.shape)):
-            yield name, getattr(elementwise, f"{name}_backward"), (upstream, operand), {}
+            yield name, slope, (upstream, operand), {}
     for exponent in (2.7, 3, -0.5, 1e-320, other):
         yield "power", ig.power, (abs(x), exponent), {}
     yield "power", elementwise.power_backward, (upstream, abs(x), other), {}
@@ -160,7 +161,8 @@ def calls(dtype):
         yield "distillation_loss_backward", ig.distillation_loss_backward, arguments, {}
     yield "gumbel_softmax", ig.gumbel_softmax, (x, 0.7), {"seed": 1}
     yield "gumbel_softmax_backward", ig.gumbel_softmax_backward, (upstream, p, 0.7), {}
-    listed = ("softmax", "log_softmax", "kl_div", "distillation_loss", "gumbel_softmax", *ROUTING)
+    yield "dropout", ig.dropout, (x, 0.3), {"seed": 1}
+    listed = ("softmax", "log_softmax", "kl_div", "distillation_loss", "gumbel_softmax", "dropout", *ROUTING)
     for name, op in OPERATIONS.items():
         if name.removesuffix("_backward") not in listed:
             yield name, getattr(ig, name), arrays_of(op, np.dtype(dtype).name), {}

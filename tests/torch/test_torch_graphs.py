@@ -65,6 +65,7 @@ CALLS = {
     "distillation_loss": (lambda x, v: igt.distillation_loss(x[:v], x[:v].detach()), rows(12), INTEGERS),
     "linear_cross_entropy": (lambda x, v: igt.linear_cross_entropy(x[:v], x, torch.arange(v)), rows(12), INTEGERS),
     "linear": (lambda x, v: igt.linear(x[:v], x, x[:, 0]), rows(12), INTEGERS),
+    "grouped_linear": (lambda x, v: igt.grouped_linear(x[:v], torch.stack([X, -X]), [0, 2, v]), rows(12), INTEGERS),
     "matmul": (lambda x, v: igt.matmul(x[:v], x.T), rows(12), INTEGERS),
     "index_select": (lambda x, v: igt.index_select(x, 0, torch.arange(v)), rows(12), INTEGERS),
     "index_add": (lambda x, v: igt.index_add(x, 0, torch.arange(v), x[:v]), rows(12), INTEGERS),
