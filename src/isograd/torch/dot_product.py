@@ -205,7 +205,8 @@ def attention(
     precision: "int16" computes scores and results by the order-free products of `igt.matmul` and the softmax of
     `igt.softmax`, gradients too, with the same bits on every machine that has those: all scores at once, in float32,
     so memory and time grow with the square of the length. An element of a row is rounded beside the largest one of its
-    column of v, hidden keys included. Not for float64, nor with return_lse.
+    column of v, hidden keys included. What lies between the products are torch's elementwise operations, which a
+    rounding mode of the caller's reaches. Not for float64, nor with return_lse.
     """
     name = "attention"
     enter(name)

@@ -371,7 +371,8 @@ def use(
     operands, and so `nn.Linear` and the layers of `nn.Transformer`; `scaled_dot_product_attention` is computed by them
     as well, all scores at once. Forward and backward no order shows then. An addition is one after the product's
     rounding. Where nothing is summed, in an `einsum` or in a product of float32 with a single term, elements are
-    multiplied and rounded once.
+    multiplied and rounded once. An inner block says anew what it replaces: in one without products attention is
+    computed by the ordinary kernels.
 
     samples: which samples of a step the block's tensors hold, `range(first, stop)`, for dropout that does not depend on
     how the step is split. Then `torch.nn.functional.dropout` and `nn.Dropout` are `isograd.torch.dropout`: element e of
