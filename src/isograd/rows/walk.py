@@ -53,6 +53,21 @@ def piece_walk(shape: Shape, strides: tuple[Shape, ...], block: int) -> tuple[in
     return pieces, (sizes, *steps), n, tuple(s[-1] for s in walk.strides)
 
 
+def for_pieces(kernel: Any, block: int, arrays: Sequence[Any], *settings: Any) -> None:
+    """Run a kernel over pieces of at most `block` elements of arrays of one shape, the last the one that is written.
+
+    It takes the type, its zero, addresses, outer shape and strides, the length of a row, its strides and settings.
+    """
+    out = arrays[-1]
+    if out.size == 0:
+        return
+    count, outer, n, steps = piece_walk(out.shape, tuple(map(element_strides, arrays)), block)
+    parallel.for_ranges(
+        kernel, count, parallel.grain(count, min(n, block)), kernel_type(out.dtype), work_zero(out.dtype),
+        *map(address, arrays), *outer, n, *steps, *settings,
+    )  # fmt: skip
+
+
 def for_rows(
     kernel: Callable[..., None],
     axis: int,

@@ -6,10 +6,8 @@ from typing import Any
 from isograd.core.kernel import launcher
 from isograd.elementwise.numba_activations import FORMS, slopes, values
 from isograd.numerics.numba_memory import BLOCK, load, load_block, pointer, row_offset, stack_block, store, store_block
-from isograd.numerics.storage import address, kernel_type
 from isograd.rows.numba_rows import piece
-from isograd.rows.walk import element_strides, piece_walk, work_zero
-from isograd.runtime import parallel
+from isograd.rows.walk import for_pieces
 from isograd.runtime.numba_compile import kernel
 
 
@@ -47,14 +45,7 @@ def activation_backward(
 
 # --- launches --------------------------------------------------------------------------------------------------------
 def _launch(kernel: Any, form: str, *arrays: Any) -> None:
-    out = arrays[-1]
-    if out.size == 0:
-        return
-    count, outer, n, steps = piece_walk(out.shape, tuple(map(element_strides, arrays)), BLOCK)
-    parallel.for_ranges(
-        kernel, count, parallel.grain(count, min(n, BLOCK)), kernel_type(out.dtype), work_zero(out.dtype),
-        *map(address, arrays), *outer, n, *steps, FORMS[form],
-    )  # fmt: skip
+    for_pieces(kernel, BLOCK, arrays, FORMS[form])
 
 
 @launcher("silu")

@@ -5,11 +5,9 @@ from typing import Any
 
 from isograd.core.kernel import launcher
 from isograd.numerics.numba_memory import BLOCK, load, load_block, pointer, row_offset, stack_block, store, store_block
-from isograd.numerics.storage import address, kernel_type
 from isograd.ops.rotary.reference import halves
 from isograd.rows.numba_rows import piece
-from isograd.rows.walk import element_strides, piece_walk, work_zero
-from isograd.runtime import parallel
+from isograd.rows.walk import for_pieces
 from isograd.runtime.numba_compile import kernel
 
 
@@ -54,22 +52,11 @@ def copied(like, zero, x_address, y_address, shape, x_strides, y_strides, n, x_s
 
 
 # --- launches --------------------------------------------------------------------------------------------------------
-def _pieces(kernel: Any, arrays: tuple[Any, ...], *settings: Any) -> None:
-    out = arrays[-1]
-    if out.size == 0:
-        return
-    count, outer, n, steps = piece_walk(out.shape, tuple(map(element_strides, arrays)), BLOCK)
-    parallel.for_ranges(
-        kernel, count, parallel.grain(count, min(n, BLOCK)), kernel_type(out.dtype), work_zero(out.dtype),
-        *map(address, arrays), *outer, n, *steps, *settings,
-    )  # fmt: skip
-
-
 def _launch(problem: Any, x: Any, cos: Any, sin: Any, y: Any, back: bool) -> None:
     a, b, rest = halves(x, problem.pairs, problem.interleaved)
     first, second, other = halves(y, problem.pairs, problem.interleaved)
-    _pieces(rotated, (a, b, cos, sin, first, second), back)
-    _pieces(copied, (rest, other))
+    for_pieces(rotated, BLOCK, (a, b, cos, sin, first, second), back)
+    for_pieces(copied, BLOCK, (rest, other))
 
 
 @launcher("rotary")
