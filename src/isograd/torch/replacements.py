@@ -183,7 +183,7 @@ def of_floats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _differentiated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """A selection with a gradient, which torch adds up."""
-    return torch.is_grad_enabled() and bool(args) and isinstance(args[0], Tensor) and args[0].requires_grad
+    return torch.is_grad_enabled() and len(args) > 0 and isinstance(args[0], Tensor) and args[0].requires_grad
 
 
 def _selects_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,6 +72,9 @@ def reduce_by(module: Any, quantize: Callable[[Tensor], Tensor], reduced: Reduce
     module.set_force_sum_reduction_for_comms(True)
     if hasattr(module, "set_reduce_scatter_unused_params"):
         module.set_reduce_scatter_unused_params(True, recurse=False)
+    else:
+        group = module._get_fsdp_state()._fsdp_param_group
+        group.post_backward = partial(_with_unused, group)
 
 
 def reduce_always(module: Any) -> None:
@@ -90,6 +94,20 @@ def restore(module: Any) -> None:
     module.set_force_sum_reduction_for_comms(False)
     if hasattr(module, "set_reduce_scatter_unused_params"):
         module.set_reduce_scatter_unused_params(False, recurse=False)
+    else:
+        del module._get_fsdp_state()._fsdp_param_group.post_backward
+
+
+def _with_unused(group: Any, *arguments: Any) -> None:
+    """FSDP2's `post_backward` before torch had `set_reduce_scatter_unused_params`: it sends what has gradients alone.
+
+    Ranks that used other parameters would then send other sizes, so parameters without a gradient get zeros.
+    """
+    for parameter in group.fsdp_params:
+        whole = getattr(parameter, "_unsharded_param", None)
+        if whole is not None and whole.requires_grad and whole.grad is None:
+            whole.grad = torch.zeros_like(whole)
+    type(group).post_backward(group, *arguments)
 
 
 def _stays(requires_gradient_sync: bool, *, recurse: bool = True) -> None:
