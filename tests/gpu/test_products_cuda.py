@@ -48,8 +48,13 @@ def test_bits_of_every_layout(dtype: torch.dtype, m: int, k: int, n: int) -> Non
             assert equal(igt.matmul(left, right, precision="int16"), expected)
 
 
-@pytest.mark.parametrize("tile", [*tiles._TABLE[90], tiles._PARTS[90]._replace(pieces=3), *tiles._TABLE[80]])
+@pytest.mark.parametrize(
+    "tile", [tiles.HOPPER, tiles.HOPPER_TALL, *tiles._TMA, tiles._PARTS[90]._replace(pieces=3), *tiles._TABLE[80]]
+)
 def test_tiles_leave_no_trace(tile: tiles.Tiles) -> None:
+    capability = torch.cuda.get_device_capability()
+    if (tile.consumers and capability != (9, 0)) or (tile.tma and capability < (9, 0)):
+        pytest.skip("a tile of other GPUs")
     a, b = random((333, 1030), torch.bfloat16, 3), random((1030, 401), torch.bfloat16, 4)
     c = torch.empty(333, 401, dtype=a.dtype, device="cuda")
     cuda.product(a.cuda(), b.cuda(), c, None, tile)
@@ -69,7 +74,7 @@ def test_neither_the_order_of_the_terms_nor_a_split_leaves_a_trace() -> None:
 
 @pytest.mark.parametrize(("shape", "other"), [
     ((5, 70, 96), (96, 65)), ((5, 70, 96), (5, 96, 65)), ((70, 96), (3, 96, 65)), ((2, 1, 70, 96), (4, 96, 65)),
-    ((64, 33, 64), (64, 64, 33)),
+    ((64, 33, 64), (64, 64, 33)), ((6, 1030, 256), (6, 256, 1100)), ((3, 1, 1030, 256), (1, 2, 256, 1100)),
 ])  # fmt: skip
 def test_batches(shape: tuple[int, ...], other: tuple[int, ...]) -> None:
     for dtype in (torch.bfloat16, torch.float32):

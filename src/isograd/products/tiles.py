@@ -28,22 +28,27 @@ class Tiles(NamedTuple):
         return self.rows, self.columns, self.depth, self.group, self.tma
 
 
+# Of the kernel in Gluon, for Hopper alone.
+HOPPER = Tiles(128, 256, 128, 8, True, 4, 4, 1, 2)
+HOPPER_TALL = Tiles(192, 256, 128, 8, True, 4, 3, 1, 3)
 # Tiles by the compute capability times ten at least, 0 for AMD; the larger, the less is read, the smaller, the more
-# processors have one.
+# processors have one. From 120 on, a processor has the shared memory of 80 again.
+_AMPERE = Tiles(128, 128, 64, 8, False, 8, 3), Tiles(64, 64, 128, 8, False, 4, 3)
+_TMA = Tiles(128, 256, 128, 8, True, 8, 4), Tiles(128, 128, 128, 8, True, 4, 3), Tiles(64, 64, 128, 8, True, 4, 4)
 _TABLE: dict[int, tuple[Tiles, ...]] = {
-    90: (Tiles(128, 256, 128, 8, True, 8, 4), Tiles(128, 128, 128, 8, True, 4, 3), Tiles(64, 64, 128, 8, True, 4, 4)),
-    80: (Tiles(128, 128, 64, 8, False, 8, 3), Tiles(64, 64, 128, 8, False, 4, 3)),
+    120: _AMPERE,
+    100: _TMA,
+    90: (HOPPER, *_TMA[1:]),
+    80: _AMPERE,
     0: (Tiles(128, 128, 64, 8, False, 8, 2), Tiles(64, 64, 128, 8, False, 4, 2)),
 }
 _PARTS: dict[int, Tiles] = {
+    120: _AMPERE[1],
+    100: Tiles(128, 128, 128, 8, True, 8, 3),
     90: Tiles(128, 128, 128, 8, True, 8, 3),
-    80: Tiles(64, 64, 128, 8, False, 4, 3),
+    80: _AMPERE[1],
     0: Tiles(64, 64, 128, 8, False, 4, 2),
 }
-# Of the kernel in Gluon. Not in the rule yet, as it has run in an emulation alone; `benchmarks/products_cuda.py
-# --tiles` times it.
-HOPPER = Tiles(128, 256, 128, 8, True, 4, 4, 1, 2)
-HOPPER_TALL = Tiles(192, 256, 128, 8, True, 4, 3, 1, 3)
 _LEAST_PIECE = 8  # blocks
 
 
@@ -66,4 +71,4 @@ def chosen(m: int, n: int, blocks: int, matrices: int, arch: int, processors: in
 
 def triton(t: Tiles) -> Tiles:
     """The tile for Triton's kernel in place of Hopper's, which takes matrices at even distances alone."""
-    return _TABLE[90][0] if t.consumers else t
+    return _TMA[0] if t.consumers else t
