@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "losses"))
 from cross_entropy_problems import NUMPY, Problem, by_definition, problem, raw, with_zeros  # noqa: E402
 
 import isograd as ig  # noqa: E402
+import isograd.torch as igt  # noqa: E402
 from isograd.losses import cross_entropy_reference as reference  # noqa: E402
 from isograd.losses import linear_bounds, linear_reference  # noqa: E402
 from isograd.losses import triton_cross_entropy_launch as triton_launch  # noqa: E402
@@ -372,6 +373,94 @@ def test_linear_cross_entropy_holds_its_results_and_a_slab() -> None:
     held = torch.cuda.max_memory_allocated() - before
     # The slab is as large as hidden, of whose gradient it is no part.
     assert held < 2 * hidden.nbytes + weight.nbytes + (1 << 20)
+
+
+# --- linear, in no order ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("rows", "features", "classes"), [(200, 64, 500), (70, 24, 20_000), (1, 1, 1), (300, 513, 1031)]
+)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_order_free_linear_cross_entropy_has_the_bits_of_the_cpu(
+    dtype: str, rows: int, features: int, classes: int
+) -> None:
+    rng = np.random.default_rng(12)
+    of = NUMPY[dtype]
+    inputs = {
+        "hidden": rng.standard_normal((rows, features)).astype(of),
+        "weight": rng.standard_normal((classes, features)).astype(of),
+        "targets": np.where(rng.random(rows) < 0.1, -100, rng.integers(0, classes, rows)),
+        "bias": rng.standard_normal(classes).astype(of),
+        "class_weight": rng.random(classes).astype(np.float32),
+    }
+    g = rng.standard_normal(rows).astype(np.float32)
+    for kind in ("all", "plain", "special"):
+        options = {} if kind == "plain" else {"label_smoothing": 0.1, "z_loss": 1e-3}
+        if kind == "plain":
+            del inputs["bias"], inputs["class_weight"]
+        if kind == "special":
+            inputs["hidden"][rows // 2, 0], inputs["weight"][classes // 2, 0] = np.nan, np.inf
+        more = options | {"reduction": "none", "return_gradient": True, "preference": "order_free"}
+        with np.errstate(all="ignore"):
+            expected = [raw(a) for a in ig.linear_cross_entropy(**inputs, **more, dloss=g)]
+        given = {name: to_torch(a) for name, a in inputs.items()}
+        for chunk in (None, 1, 32, 64, 100, rows)[:: 3 if rows * classes > 200_000 else 1]:
+            got = ig.linear_cross_entropy(**given, **more, dloss=to_torch(g), chunk=chunk)
+            assert [raw(to_numpy(t)) for t in got] == expected, (kind, chunk)
+            losses = ig.linear_cross_entropy(
+                **given, **options, reduction="none", preference="order_free", chunk=chunk
+            )  # fmt: skip
+            assert raw(to_numpy(losses)) == expected[0], (kind, chunk)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_order_free_linear_cross_entropy_through_torch(dtype: torch.dtype, reduction: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    given = [torch.randn(s, generator=generator).to(dtype) for s in ((3, 40, 64), (900, 64), (900,))]
+    targets = torch.randint(0, 900, (3, 40), generator=generator)
+    targets[0, 5] = -100
+    found = []
+    for device in ("cpu", "cuda", "cuda", "cuda"):  # recorded, seen to be the same, replayed
+        leaves = [t.to(device).requires_grad_() for t in given]
+        loss = igt.linear_cross_entropy(
+            *leaves[:2], targets.to(device), leaves[2], reduction=reduction, preference="order_free"
+        )  # fmt: skip
+        gradients = torch.autograd.grad(loss * 3, leaves)
+        found.append([t.detach().cpu().view(torch.uint8) for t in (loss.reshape(1), *gradients)])
+    for others in found[1:]:
+        assert all(map(torch.equal, others, found[0]))
+    if hasattr(torch.nn.functional, "linear_cross_entropy"):  # torch 2.13
+        with igt.use(products="int16") as switch:
+            loss = torch.nn.functional.linear_cross_entropy(
+                given[0].cuda().flatten(0, 1), given[1].cuda(), targets.cuda().flatten(), linear_bias=given[2].cuda(),
+                reduction=reduction,
+            )  # fmt: skip
+        assert switch.report().replaced == {"torch.nn.functional.linear_cross_entropy": 1}
+        assert torch.equal(loss.cpu(), found[0][0].view(torch.float32)[0].to(dtype))
+
+
+def test_order_free_linear_cross_entropy_of_float32_has_no_kernel_here() -> None:
+    hidden, weight = torch.randn(3, 4, device="cuda"), torch.randn(5, 4, device="cuda")
+    targets = torch.zeros(3, dtype=torch.int64, device="cuda")
+    with pytest.raises(ig.UnsupportedError, match=r"preference is 'order_free'; registered for float32 on cuda"):
+        ig.linear_cross_entropy(hidden, weight, targets, preference="order_free")
+
+
+def test_order_free_linear_cross_entropy_holds_integers_and_a_slab() -> None:
+    rows, features, classes = 8192, 1024, 32_000
+    hidden = torch.randn(rows, features, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(classes, features, device="cuda", dtype=torch.bfloat16) / 32
+    targets = torch.randint(0, classes, (rows,), device="cuda")
+    more = {"return_gradient": True, "preference": "order_free"}
+    ig.linear_cross_entropy(hidden, weight, targets, **more)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    ig.linear_cross_entropy(hidden, weight, targets, **more)
+    held = torch.cuda.max_memory_allocated() - before
+    # The results; integers of hidden, of the weight along either axis and of a chunk's logits' gradient.
+    assert held < 5 * hidden.nbytes + 4 * weight.nbytes + (1 << 21)
+    assert held < rows * classes * 2
 
 
 def test_the_general_kernel_serves_long_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:

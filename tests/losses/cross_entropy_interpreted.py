@@ -243,6 +243,60 @@ def linear() -> Iterator[Case]:
             yield f"linear {dtype} {shape} {full} {out is strided}: {exact}", all(exact)
 
 
+def order_free_linear() -> Iterator[Case]:
+    """The products of 16-bit integers: the reference's bits, whatever is held, special values included."""
+    rng = np.random.default_rng(66)
+    for dtype, shape, full in few(2, ("float16", "bfloat16"), list(LINEAR), (False, True)):
+        rows, features, classes, size = shape
+        of = NUMPY[dtype]
+        inputs = {
+            "hidden": rng.standard_normal((rows, features)).astype(of),
+            "weight": rng.standard_normal((classes, features)).astype(of),
+            "targets": rng.integers(0, classes, rows),
+        }
+        inputs["targets"][1:3] = -100, classes - 1
+        if full:
+            inputs["bias"] = rng.standard_normal(classes).astype(of)
+            inputs["class_weight"] = rng.random(classes).astype(np.float32)
+            inputs["hidden"][rows - 1, 1], inputs["weight"][0, 2] = np.nan, np.inf
+        options = {"label_smoothing": 0.1, "z_loss": 1e-2} if full else {}
+        g = rng.standard_normal(rows).astype(np.float32)
+        fields = (*shape[:3], dtype, "int64", full, full, -100, *(options.values() or (0.0, 0.0)))
+        with np.errstate(all="ignore"):
+            expected = [raw(a) for a in linear_reference.linear_cross_entropy_gradient(g, **inputs, **options)]
+        given = {name: to_torch(a) for name, a in inputs.items()}
+        both = ig.LinearCrossEntropyGradientDescriptor(*fields).validated()
+        empty = {o.name: torch.full(o.shape, 7, dtype=getattr(torch, o.dtype)) for o in both.operands() if o.output}
+        losses = torch.full_like(empty["losses"], 7)
+        forward = ig.LinearCrossEntropyDescriptor(*fields).validated()
+        strided = empty | {
+            "dweight": torch.full((features, classes), 7, dtype=empty["dweight"].dtype).t(),
+            "dhidden": torch.full((features, rows), 7, dtype=empty["dweight"].dtype).t(),
+        }
+        with mock.patch.object(linear_torch, "pieces", return_value=size):
+            linear_torch.linear_cross_entropy(forward, given | {"losses": losses}, order_free=True)
+            yield f"losses {dtype} {shape} {full}", raw(to_numpy(losses)) == expected[0]
+            for out in (empty, strided):
+                linear_torch.linear_cross_entropy(both, given | {"dlosses": to_torch(g)} | out, order_free=True)
+                got = [raw(to_numpy(t.contiguous())) for t in out.values()]
+                yield f"all {dtype} {shape} {full} {out is strided}", got == expected
+    # Nothing to add up, and no rows.
+    for rows, features in ((3, 0), (0, 4)):
+        both = ig.LinearCrossEntropyGradientDescriptor(rows, features, 9, "bfloat16", "int64", True).validated()
+        inputs = {
+            "hidden": np.zeros((rows, features), NUMPY["bfloat16"]),
+            "weight": np.zeros((9, features), NUMPY["bfloat16"]),
+            "targets": np.arange(rows),
+            "bias": rng.standard_normal(9).astype(NUMPY["bfloat16"]),
+        }
+        g = np.ones(rows, np.float32)
+        out = {o.name: torch.full(o.shape, 7, dtype=getattr(torch, o.dtype)) for o in both.operands() if o.output}
+        given = {name: to_torch(a) for name, a in inputs.items()} | {"dlosses": to_torch(g)}
+        linear_torch.linear_cross_entropy(both, given | out, order_free=True)
+        expected = [raw(a) for a in linear_reference.linear_cross_entropy_gradient(g, **inputs)]
+        yield f"{rows} rows of {features}", [raw(to_numpy(t)) for t in out.values()] == expected
+
+
 def reductions() -> Iterator[Case]:
     """What a mean divides by, and the quotient."""
     rng = np.random.default_rng(63)
@@ -273,5 +327,6 @@ def reductions() -> Iterator[Case]:
 if __name__ == "__main__":
     report(
         {kind: partial(compared, kind) for kind in TARGETS}
-        | {"zeros": zeros, "faults": faults, "parts": parts, "linear": linear, "reductions": reductions}
+        | {"zeros": zeros, "faults": faults, "parts": parts, "linear": linear, "order_free_linear": order_free_linear}
+        | {"reductions": reductions}
     )

@@ -24,6 +24,7 @@ CASES = {
     "faults": (6, 6),
     "parts": (24, 48),
     "linear": (16, 72),
+    "order_free_linear": (38, 74),
     "reductions": (33, 33),
 }
 QUICK = ("hard", "zeros", "faults", "reductions")

@@ -122,6 +122,43 @@ def test_what_products_do_not_serve_is_left_and_listed():
             call(products="int8")
 
 
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="needs torch 2.13")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_cross_entropy_of_a_linear_layer(dtype):
+    given = [random(*shape, dtype=dtype, seed=i) for i, shape in enumerate([(7, 5), (9, 5), (9,)])]
+    targets, class_weight = torch.tensor([0, 8, -100, 3, 3, 5, 1]), torch.rand(9).to(dtype)
+    more = {"label_smoothing": 0.1, "reduction": "mean"}
+
+    def call(x, w, b):
+        return F.linear_cross_entropy(x, w, targets, linear_bias=b, weight=class_weight, **more)
+
+    def definition(x, w, b):
+        if dtype is torch.float32:
+            return igt.cross_entropy(igt.linear(x, w, b, precision="int16"), targets, class_weight, **more)
+        more_still = {"class_weight": class_weight, "preference": "order_free", **more}
+        return igt.linear_cross_entropy(x, w, targets, b, **more_still).to(dtype)
+
+    with igt.use(products="int16") as switch:
+        found = with_gradients(call, *given)
+        refused = [
+            F.linear_cross_entropy(x.detach(), given[1].detach(), t)
+            for x, t in ((given[0].double(), targets), (given[0], torch.full((7, 9), 1 / 9, dtype=dtype)))
+            if x.dtype == given[1].dtype
+        ]
+    name = "torch.nn.functional.linear_cross_entropy"
+    assert switch.report().replaced[name] == 1
+    assert switch.report().not_replaced[name] == len(refused) == 1
+    assert found[0].dtype is dtype
+    assert same(found, with_gradients(definition, *given))
+    torch.testing.assert_close(found, with_gradients(call, *given), rtol=2e-2, atol=2e-2)
+    with torch.autocast("cpu", torch.bfloat16), igt.use(products="int16"):
+        loss = call(*given)
+    narrow = [t.bfloat16() for t in given]
+    kept = {"class_weight": class_weight.float(), "preference": "order_free"}
+    assert loss.dtype is torch.float32
+    assert torch.equal(loss, igt.linear_cross_entropy(*narrow[:2], targets, narrow[2], **kept, **more))
+
+
 def test_autocast_multiplies_in_its_dtype():
     x, w = random(3, 5), random(4, 5, seed=1)
     with torch.autocast("cpu", torch.bfloat16), igt.use(products="int16"):

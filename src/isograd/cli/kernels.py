@@ -97,7 +97,7 @@ def _glance(entries: list[registry.Entry]) -> Iterator[str]:
     table += [[name, *(",".join(names) or "-" for names in row.values())] for name, row in rows.items()]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        yield " ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
     yield ""
     yield from textwrap.wrap(_AT_A_GLANCE, _WIDTH)
 

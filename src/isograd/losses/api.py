@@ -267,9 +267,10 @@ def linear_cross_entropy(
 
     The products are NumPy's on the CPU and torch's on a GPU. The results are the same on every run on one machine, but
     their bits depend on chunk, batch, hardware and the library that multiplies; the plan's guarantee says so.
-    `preference="order_free"` takes the products of rule 10 (`docs/arithmetic.md`) on the CPU, at about the same cost in
-    16 bits and some twenty times that in float32 and float64: then the bits are those of `matmul`, an addition and
-    `cross_entropy` one after the other, whatever the chunk and everywhere.
+    `preference="order_free"` takes the products of rule 10 (`docs/arithmetic.md`), on the CPU at about the same cost in
+    16 bits and some twenty times that in float32 and float64, on a GPU in 16 bits: then the bits are those of `matmul`,
+    an addition and `cross_entropy` one after the other, whatever the chunk and everywhere. On a GPU gradients take up
+    to twice the weight's memory besides.
 
     Raises IndexOutOfRangeError, naming the place, for a target that is no class, InvalidProblemError for shapes,
     dtypes and options that do not match, UnsupportedError for another dtype or a kernel that is not registered.

@@ -9,8 +9,9 @@ from typing import Any
 from isograd.core.checks import DTYPES
 from isograd.core.descriptor import KernelSku
 from isograd.core.registry import register_kernel
-from isograd.devices.cuda import TritonKernel, architecture
+from isograd.devices.cuda import TritonKernel, architecture, unavailable
 from isograd.losses import cross_entropy_plans, linear_bounds, linear_plans
+from isograd.numerics.matmul import MAX_TERMS
 
 
 # --- one number, or one a row ----------------------------------------------------------------------------------------
@@ -72,8 +73,31 @@ class TritonLinear(TritonKernel):
         linear_cross_entropy(descriptor, arguments)
 
 
+class OrderFreeLinear(TritonKernel):
+    """The same by products of 16-bit integers, whose bits are the CPU's and no chunk's."""
+
+    name = "order_free"
+
+    def sku(self, descriptor: Any) -> KernelSku:
+        """The kernel's identity."""
+        return linear_plans.sku(descriptor, self.backend, architecture(), linear_bounds.order_free)
+
+    def reject(self, descriptor: Any) -> str | None:
+        """Say what is missing on this machine, or too long."""
+        longest = max(descriptor.rows, descriptor.features, descriptor.classes)
+        return unavailable() or (f"{longest} terms; supported: up to {MAX_TERMS}" if longest > MAX_TERMS else None)
+
+    def compute(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any) -> None:
+        """Launch on the current stream of the tensors' device."""
+        from isograd.losses.linear_torch import linear_cross_entropy
+
+        linear_cross_entropy(descriptor, arguments, order_free=True)
+
+
 for _dtype in DTYPES:
     for _operation in cross_entropy_plans.OPERATIONS:
         register_kernel(_operation, "cuda", _dtype, TritonCrossEntropy())
     for _operation in linear_plans.OPERATIONS:
         register_kernel(_operation, "cuda", _dtype, TritonLinear())
+        if _dtype in ("float16", "bfloat16"):  # rule 10's product of the others has no kernel on GPUs
+            register_kernel(_operation, "cuda", _dtype, OrderFreeLinear())

@@ -1,9 +1,12 @@
-"""linear_cross_entropy on a GPU: products by torch, cross entropy in place of the logits, of which a part is held.
+"""linear_cross_entropy on a GPU: products by torch, or in no order; cross entropy in place of logits; a part is held.
 
 The first pass takes chunks of rows, whose logits of all classes give the losses and dhidden; the second takes slabs of
 classes, whose gradients of all rows' logits give dweight. So no product is added to another, and each is rounded once.
 Between the passes dweight, which is not written before the second, keeps gradients: those of the first slabs, as many
 as have room there beside a chunk. The other slabs' logits are computed a second time.
+
+Order-free products are those of `isograd.products`. hidden is cut into integers along either axis, and the weight too
+for gradients, once for all chunks; that takes as much memory as they do, each time.
 """
 
 import dataclasses
@@ -21,6 +24,8 @@ from isograd.losses.triton_cross_entropy_launch import (
     cross_entropy_backward_in_part,
     report_targets,
 )
+from isograd.products import cuda as int16
+from isograd.reduction import cuda as reduction
 
 _ROWS = 256  # that keep a product busy which has as many columns as there are classes
 _TILES = 1 << 22  # elements of dhidden, of 128 by 256 each, that keep all processors of a large GPU busy
@@ -56,20 +61,92 @@ def pieces(descriptor: LinearDescriptor) -> Pieces:
     return Pieces(max(min(chunk, rows), 1), min(-(-classes // (slabs * _ALIGNED)) * _ALIGNED, classes))
 
 
-def linear_cross_entropy(descriptor: LinearDescriptor, arguments: Mapping[str, Any]) -> None:
+def linear_cross_entropy(descriptor: LinearDescriptor, arguments: Mapping[str, Any], order_free: bool = False) -> None:
     """Either operation on the plan's arguments, on the current stream of their device."""
     with torch.no_grad(), torch.autocast(arguments["hidden"].device.type, enabled=False):
-        _Problem(descriptor, arguments).compute()
+        products = OrderFreeProducts if order_free else LibraryProducts
+        _Problem(descriptor, arguments, products(arguments)).compute()
     faults.after_launch(arguments["hidden"].device)
+
+
+class LibraryProducts:
+    """The products and the sum of a call's arguments as torch computes them."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self._hidden, self._weight, self._bias = arguments["hidden"], arguments["weight"], arguments.get("bias")
+
+    def logits(self, rows: slice, classes: slice, out: torch.Tensor) -> None:
+        """Those of some rows and classes, with their bias."""
+        torch.mm(self._hidden[rows], self._weight[classes].t(), out=out)
+        if self._bias is not None:
+            out += self._bias[classes]
+
+    def dhidden(self, dlogits: torch.Tensor, out: torch.Tensor) -> None:
+        """The gradient of some rows from that of their logits."""
+        torch.mm(dlogits, self._weight, out=out)
+
+    def rows_done(self) -> None:
+        """No chunk of rows comes again."""
+
+    def dweight(self, dlogits: torch.Tensor, out: torch.Tensor) -> None:
+        """The gradient of some classes' weight."""
+        torch.mm(dlogits.t(), self._hidden, out=out)
+
+    def dbias(self, dlogits: torch.Tensor, out: torch.Tensor) -> None:
+        """The gradient of some classes' bias."""
+        out.copy_(dlogits.sum(0, dtype=torch.float64 if out.dtype == torch.float64 else torch.float32))
+
+
+class OrderFreeProducts:
+    """The same in no order (rules 4 and 10), from integers that are kept."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self._hidden, self._weight, self._bias = arguments["hidden"], arguments["weight"], arguments.get("bias")
+        self._rows = int16.rows_of(self._hidden)
+        self._classes = int16.columns_of(self._weight.t())
+        self._features = int16.columns_of(self._weight) if "dhidden" in arguments else None
+
+    def logits(self, rows: slice, classes: slice, out: torch.Tensor) -> None:
+        """Those of some rows and classes, with their bias."""
+        int16.multiply(int16.some_rows(self._rows, rows), int16.some_columns(self._classes, classes), out)
+        if self._bias is not None:
+            int16.add_to_rows(out, self._bias[classes], out)
+
+    def dhidden(self, dlogits: torch.Tensor, out: torch.Tensor) -> None:
+        """The gradient of some rows from that of their logits."""
+        self._multiply(dlogits, self._features, out)
+
+    def rows_done(self) -> None:
+        """No chunk of rows comes again."""
+        self._features = None  # before memory is taken for the next
+        self._features = int16.columns_of(self._hidden)
+
+    def dweight(self, dlogits: torch.Tensor, out: torch.Tensor) -> None:
+        """The gradient of some classes' weight."""
+        self._multiply(dlogits.t(), self._features, out)
+
+    def dbias(self, dlogits: torch.Tensor, out: torch.Tensor) -> None:
+        """The gradient of some classes' bias."""
+        out.copy_(reduction.sum(dlogits, 0))
+
+    @staticmethod
+    def _multiply(a: torch.Tensor, b: int16.Operand | None, out: torch.Tensor) -> None:
+        assert b is not None
+        c = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        int16.multiply(int16.rows_of(a), b, c)
+        if c is not out:
+            out.copy_(c)
 
 
 class _Problem:
     """A call: the plan's arguments, and what is held."""
 
-    def __init__(self, descriptor: LinearDescriptor, arguments: Mapping[str, Any]) -> None:
-        self._descriptor, self._arguments = descriptor, arguments
+    def __init__(
+        self, descriptor: LinearDescriptor, arguments: Mapping[str, Any], products: LibraryProducts | OrderFreeProducts
+    ) -> None:
+        self._descriptor, self._arguments, self._products = descriptor, arguments, products
         self._whole = descriptor.logits.validated()
-        self._hidden, self._weight, self._targets = (arguments[name] for name in ("hidden", "weight", "targets"))
+        self._hidden, self._targets = arguments["hidden"], arguments["targets"]
         self._size = pieces(descriptor)
         self._gradient = "dlosses" in arguments
         self._state = self._hidden.new_empty((STATE, descriptor.rows), dtype=arguments["losses"].dtype)
@@ -96,15 +173,16 @@ class _Problem:
         for start in range(0, descriptor.rows, chunk):
             self._rows(slice(start, min(start + chunk, descriptor.rows)))
         if self._gradient:
+            self._products.rows_done()
             for part, dlogits in self._slabs():
-                torch.mm(dlogits.t(), self._hidden, out=self._arguments["dweight"][part])
+                self._products.dweight(dlogits, self._arguments["dweight"][part])
                 if descriptor.biased:
-                    self._arguments["dbias"][part] = dlogits.sum(0, dtype=self._state.dtype)
+                    self._products.dbias(dlogits, self._arguments["dbias"][part])
 
     def _rows(self, part: slice) -> None:
         """Losses, states and dhidden of a chunk of rows."""
         arguments, logits = self._arguments, self._logits[: part.stop - part.start]
-        self._compute_logits(part, slice(0, self._whole.classes), logits)
+        self._products.logits(part, slice(0, self._whole.classes), logits)
         given = {"logits": logits, "targets": self._targets[part], "losses": arguments["losses"][part]}
         given["state"] = self._state[:, part]
         if "class_weight" in arguments:
@@ -116,15 +194,10 @@ class _Problem:
         fields = [getattr(chunk, field.name) for field in dataclasses.fields(chunk)]
         given |= {"dlosses": arguments["dlosses"][part], "dlogits": logits}
         cross_entropy(CrossEntropyGradientDescriptor(*fields), given)
-        torch.mm(logits, self._weight, out=arguments["dhidden"][part])
+        self._products.dhidden(logits, arguments["dhidden"][part])
         for slab in self._slab_parts():
             if (kept := self._kept_gradients(slab)) is not None:
                 kept[part] = logits[:, slab]
-
-    def _compute_logits(self, rows: slice, classes: slice, out: torch.Tensor) -> None:
-        torch.mm(self._hidden[rows], self._weight[classes].t(), out=out)
-        if self._descriptor.biased:
-            out += self._arguments["bias"][classes]
 
     def _slab_parts(self) -> list[slice]:
         width, classes = self._size.classes, self._descriptor.classes
@@ -159,7 +232,7 @@ class _Problem:
 
     def _gradients_again(self, slab: slice, out: torch.Tensor) -> None:
         arguments = self._arguments
-        self._compute_logits(slice(None), slab, out)
+        self._products.logits(slice(None), slab, out)
         given = {"logits": out, "targets": self._targets, "state": self._state, "dlogits": out}
         given["dlosses"] = arguments["dlosses"]
         if "class_weight" in arguments:

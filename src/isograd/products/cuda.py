@@ -1,5 +1,6 @@
 """The product of 16-bit integers of torch tensors on a GPU, with the bits of `isograd.matmul`: slices, then products.
 
+`product` does both; a matrix that several products need is sliced once by `rows_of` or `columns_of`, for `multiply`.
 Nothing here waits for the device or reads what it computed. Where tensors are on the CPU, kernels go to Triton's
 interpreter.
 """
@@ -155,6 +156,8 @@ def sliced(x: Tensor, axis: int, balance: Tensor | None = None) -> Lines:
     p = _problem(x, axis % x.dim(), sign)
     digits = torch.empty((p.total, 2, _blocks(p.n) * _DEPTH), dtype=torch.int8, device=x.device)
     words = torch.empty(p.total, dtype=torch.int32, device=x.device)
+    if not x.numel():
+        return Lines(digits, words)  # which no product reads
     shift = words if balance is None else balance
     if p.along and (p.n <= _TILE or 2 * p.total >= p.processors):
         _line_launcher(p, x.dtype)(x, shift, digits, words)
@@ -321,22 +324,55 @@ def multiplied(x: Lines, y: Lines, s: _Shape, c: Tensor, config: Tiles | None = 
         _round_launcher(s, c.dtype, arch)(z, x.words, y.words, c)
 
 
+class Operand(NamedTuple):
+    """Matrices with their lines: rows of one on the left of a product, columns of one on the right."""
+
+    matrices: Tensor
+    lines: Lines
+
+
+def rows_of(a: Tensor, balance: Tensor | None = None) -> Operand:
+    """The left operand a [..., M, K]."""
+    return Operand(a, sliced(a, -1, balance))
+
+
+def columns_of(b: Tensor, balance: Tensor | None = None) -> Operand:
+    """The right operand b [..., K, N]."""
+    return Operand(b, sliced(b, -2, balance))
+
+
+def some_rows(a: Operand, part: slice) -> Operand:
+    """Some rows of a matrix that is sliced."""
+    return Operand(a.matrices[part], Lines(a.lines.digits[part], a.lines.words[part]))
+
+
+def some_columns(b: Operand, part: slice) -> Operand:
+    """Some columns of a matrix that is sliced."""
+    return Operand(b.matrices[:, part], Lines(b.lines.digits[part], b.lines.words[part]))
+
+
+def multiply(a: Operand, b: Operand, c: Tensor, config: Tiles | None = None) -> None:
+    """Compute c [..., M, N] in C order from operands with one balance; `config` overrides the rule of tiles."""
+    x, y = a.matrices, b.matrices
+    if not c.numel():
+        return
+    if not x.shape[-1]:
+        c.zero_()
+        return
+    s = _shape(x, y, c)
+    multiplied(a.lines, b.lines, s, c, config)
+    strides = (x.stride(-1), x.stride(-2), y.stride(-2), y.stride(-1))
+    _repair_launcher(s, strides, c.dtype, architecture(c))(x, y, a.lines.words, b.lines.words, c)
+
+
 def product(a: Tensor, b: Tensor, c: Tensor, balance: Tensor | None = None, config: Tiles | None = None) -> None:
     """Compute c [..., M, N] in C order from a [..., M, K] and b [..., K, N], whose batches broadcast to c's.
 
     float16, bfloat16 or float32, any strides. balance: int32 [K] or None. `config` overrides the rule of tiles, which
     changes no bit.
     """
-    if not c.numel():
-        return
-    if not a.shape[-1]:
-        c.zero_()
-        return
-    s = _shape(a, b, c)
-    x, y = sliced(a, -1, balance), sliced(b, -2, balance)
-    multiplied(x, y, s, c, config)
-    strides = (a.stride(-1), a.stride(-2), b.stride(-2), b.stride(-1))
-    _repair_launcher(s, strides, c.dtype, architecture(c))(a, b, x.words, y.words, c)
+    if c.numel():
+        multiply(rows_of(a, balance), columns_of(b, balance), c, config)
 
 
 @kept

@@ -112,8 +112,9 @@ def linear_cross_entropy(
     """Cross entropy of `hidden @ weight.T + bias`, of whose logits no more than a chunk is ever held.
 
     hidden: [..., features]; weight: [classes, features]; targets: class indices, [...]; bias: [classes]. class_weight
-    and the other options are those of `cross_entropy`; chunk: rows at a time; preference: the name of a kernel. The
-    loss is in the work type (float32 for 16 bits).
+    and the other options are those of `cross_entropy`; chunk: rows at a time; preference: the name of a kernel,
+    "order_free" for products in no order, whose bits are the same for any chunk and on the CPU and, in 16 bits, on
+    GPUs. The loss is in the work type (float32 for 16 bits).
 
     Where a gradient is needed and the losses are reduced, it is computed along with the loss, for a loss gradient of 1,
     kept in the operands' dtype, and multiplied by the one that arrives. In float16, where such gradients would leave

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isograd.errors import InvalidProblemError, UnsupportedError
-from isograd.torch import grouped, products
+from isograd.torch import grouped, losses, products
 from isograd.torch.broadcasting import add, broadcast_shape, expanded
 from isograd.torch.tensors import require_device, require_same_dtype, require_tensor
 
@@ -130,6 +130,33 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`."""
     input, weight, bias = _cast("linear", input, weight, bias)  # noqa: A001
     return products.linear(input, weight, bias, precision=_PRECISION)
+
+
+def linear_cross_entropy(
+    input: Tensor,  # noqa: A002
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: Any = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    options: Any = None,
+) -> Tensor:
+    """`torch.nn.functional.linear_cross_entropy`; whatever the options, a chunk of 16-bit logits is held."""
+    name = "linear_cross_entropy"
+    hidden, matrix, bias = _cast(name, input, linear_weight, linear_bias)
+    require_tensor(name, target, "target")
+    if target.is_floating_point() or matrix.dim() != 2:
+        raise UnsupportedError(f"{name}: accepted: class indices, and a weight of two dimensions")
+    more: dict[str, Any] = {"label_smoothing": label_smoothing, "reduction": reduction}
+    more["ignore_index"] = -100 if ignore_index is None else ignore_index
+    if hidden.dtype not in (torch.float16, torch.bfloat16):
+        return losses.cross_entropy(linear(hidden, matrix, bias), target, weight, **more)
+    more |= {"class_weight": weight, "preference": "order_free"}
+    loss = losses.linear_cross_entropy(hidden, matrix, target, bias, **more)
+    return loss if torch.is_autocast_enabled(hidden.device.type) else loss.to(hidden.dtype)
 
 
 def grouped_linear(input: Tensor, weight: Tensor, offsets: list[int]) -> Tensor:  # noqa: A002

@@ -137,6 +137,9 @@ for _function, _name, _call in (
     ),
 ):
     PRODUCTS[_function] = (_name, _plainly(_name.rpartition(".")[2], _call))
+if hasattr(F, "linear_cross_entropy"):  # torch 2.13
+    _call = _plainly("linear_cross_entropy", product_functions.linear_cross_entropy)
+    PRODUCTS[F.linear_cross_entropy] = ("torch.nn.functional.linear_cross_entropy", _call)
 
 
 # What is replaced where a block says which samples of a step it has; these take them as an argument.

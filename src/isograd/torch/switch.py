@@ -353,9 +353,10 @@ def use(
     Left to torch and listed: what isograd cannot serve (other dtypes, a device without a kernel, tensor subclasses,
     `out`, the smallest elements in topk, options of embedding such as max_norm, head dimensions above 256), operations
     that compute a softmax inside one kernel (the backends of attention when called by their own names,
-    `F.linear_cross_entropy`), sums of other kinds over repeated indices (`embedding_bag`, `scatter_reduce`, `scatter_`
-    with `reduce`, `index_put` with `accumulate`, `bincount` with weights, `w[ids]` where w has a gradient), and what
-    adds up in an order of torch's own: products, convolutions, other norms, sums, means and other losses.
+    `F.linear_cross_entropy` without `products`), sums of other kinds over repeated indices (`embedding_bag`,
+    `scatter_reduce`, `scatter_` with `reduce`, `index_put` with `accumulate`, `bincount` with weights, `w[ids]` where w
+    has a gradient), and what adds up in an order of torch's own: products, convolutions, other norms, sums, means and
+    other losses.
     `flex_attention` is not seen, nor are the sums that a gradient of torch's own makes, of a broadcast operand for
     example.
 
@@ -369,10 +370,11 @@ def use(
     products: "int16" replaces products of float16, bfloat16 and float32 too, by `isograd.torch.matmul` and `linear`
     with that precision: `@`, `matmul`, `mm`, `bmm`, `mv`, `dot`, `addmm`, `addmv`, `baddbmm`, `linear`, `einsum` of two
     operands, and so `nn.Linear` and the layers of `nn.Transformer`; `scaled_dot_product_attention` is computed by them
-    as well, all scores at once. Forward and backward no order shows then. An addition is one after the product's
-    rounding. Where nothing is summed, in an `einsum` or in a product of float32 with a single term, elements are
-    multiplied and rounded once. An inner block says anew what it replaces: in one without products attention is
-    computed by the ordinary kernels.
+    as well, all scores at once, and `F.linear_cross_entropy` of class indices: in 16 bits a chunk of logits at a time,
+    by `isograd.torch.linear_cross_entropy` with `preference="order_free"`. Forward and backward no order shows then. An
+    addition is one after the product's rounding. Where nothing is summed, in an `einsum` or in a product of float32
+    with a single term, elements are multiplied and rounded once. An inner block says anew what it replaces: in one
+    without products attention is computed by the ordinary kernels.
 
     samples: which samples of a step the block's tensors hold, `range(first, stop)`, for dropout that does not depend on
     how the step is split. Then `torch.nn.functional.dropout` and `nn.Dropout` are `isograd.torch.dropout`: element e of
