@@ -25,9 +25,9 @@ def bits(x):
 
 
 def product(a, b, balance=None):
-    """The product by its definition, after every engine of this machine returned the same bits."""
+    """The product by its definition, after every engine of this machine, and Arm's, returned the same bits."""
     c = matmul(a, b, "int16", balance, DEFINITION)
-    for engine in numba_int16.engine_names():
+    for engine in dict.fromkeys((*numba_int16.engine_names(), "dotprod")):
         assert bits(matmul(a, b, "int16", balance, engine)) == bits(c), engine
     return c
 
@@ -273,7 +273,7 @@ def test_more_terms_than_binary64_adds_exactly(sign):
 
 
 # --- engines ---------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("shape", [(1, 1, 1), (13, 511, 17), (230, 1021, 150), (3, 40, 400), (12, 510, 16)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (13, 511, 17), (230, 1018, 150), (3, 40, 400), (12, 508, 16)])
 def test_tiles_and_chunks_at_their_ends(shape):
     m, k, n = shape
     rng = np.random.default_rng(7)

@@ -13,7 +13,7 @@ import numpy as np
 
 from isograd.numerics import int16, numba_dot
 from isograd.numerics.constants import MAGIC_32
-from isograd.numerics.numba_dot import add_products, tile_lanes, tile_rows
+from isograd.numerics.numba_dot import add_products, as_element, tile_lanes, tile_rows, word_terms
 from isograd.numerics.numba_memory import (
     keep,
     load,
@@ -31,9 +31,9 @@ from isograd.runtime.parallel import for_ranges, get_num_threads, grain
 
 _ZERO = int16.ZERO
 _MAGIC = np.float32(MAGIC_32)
-_CHUNK = 2 * (numba_dot.TERMS // 2)  # elements of a line that are packed, and multiplied, at a time
+_CHUNK = numba_dot.TERMS  # elements of a line that are packed, and multiplied, at a time
 _CARRY = (1 << 24) - (2 * int16.LARGEST + 1) * (1 << 8)  # what lifts a significand from the next integer's on
-_PANELS = 16, 8  # of rows and of columns in a block of the result: 12 x 16 each, and their sums fill half of an L2
+_BLOCK = 192, 128  # rows and columns of a block of the result, whose sums fill half of an L2
 
 
 @device_function
@@ -116,46 +116,46 @@ def _round_piece(values, at, count, exponent, shift, plain, integers):
 def _round_panel(
     x, first, k, step, stride, lines, count, width, plain, exponents, shift_address, values, integers
 ):  # fmt: skip
-    """The integers of a piece of the lines of a panel; zeros for lines, and for half of a pair, beyond the end."""
+    """The integers of a piece of the lines of a panel; zeros for lines, and for the rest of a word, beyond the end."""
     shift = pointer(shift_address + 4 * k, np.int32(0))
     some = min(width, lines - first)
     _load_panel(x, first * step + k * stride, step, stride, some, count, values)
     for i in range(some):
         _round_piece(values, i * _CHUNK, count, load(exponents, first + i), shift, plain, integers)
-        if count % 2:
-            store(integers, i * _CHUNK + count, np.int16(0))
+        for j in range(count, count + -count % 4):
+            store(integers, i * _CHUNK + j, np.int16(0))
     for i in range(some, width):
-        for j in range(count + count % 2):
+        for j in range(count + -count % 4):
             store(integers, i * _CHUNK + j, np.int16(0))
 
 
 @kernel
 def pack(
-    like, x_address, step, stride, lines, n, width, digits, plain, exponents_address, shift_address, out_address,
-    start, stop,
+    like, element, x_address, step, stride, lines, n, width, digits, plain, exponents_address, shift_address,
+    out_address, start, stop,
 ):  # fmt: skip
-    """Panels of lines: pairs of integers [pairs, width] or, with digits, pairs of digits [pairs, 2, width]."""
+    """Panels of lines: words of integers [groups, width] or, with digits, of digits [groups, 2, width]."""
     x, zero, exponents = pointer(x_address, like), work_zero(like), pointer(exponents_address, np.int32(0))
     values, piece = stack_lines(zero), stack_lines(np.int16(0))
-    both = 2 * width if digits else width
+    terms, both = word_terms(element), 2 * width if digits else width
     for first in range(start * width, stop * width, width):
-        out = pointer(out_address + first // width * ((n + 1) // 2) * both * 4, np.int16(0))
+        out = pointer(out_address + first // width * ((n + terms - 1) // terms) * both * 4, element)
         for k in range(0, n, _CHUNK):
             count = min(n - k, _CHUNK)
             _round_panel(
                 x, first, k, step, stride, lines, count, width, plain, exponents, shift_address, values, piece
             )  # fmt: skip
-            for j in range(count + count % 2):
-                at = (k + j) // 2 * both * 2 + j % 2
+            for j in range(count + -count % terms):
+                at = (k + j) // terms * both * terms + j % terms
                 if digits:
                     for i in range(width):
                         v = np.int32(load(piece, i * _CHUNK + j))
                         low = np.int32(np.int32(np.int32(v + 128) & 255) - 128)
-                        store(out, at + 2 * i, np.int16(np.int32(v - low) >> 8))
-                        store(out, at + 2 * (width + i), np.int16(low))
+                        store(out, at + terms * i, as_element(np.int32(v - low) >> 8, element))
+                        store(out, at + terms * (width + i), as_element(low, element))
                 else:
                     for i in range(width):
-                        store(out, at + 2 * i, load(piece, i * _CHUNK + j))
+                        store(out, at + terms * i, as_element(load(piece, i * _CHUNK + j), element))
 
 
 @kernel
@@ -190,12 +190,12 @@ def _exponent_of_line(exponents, i):
 
 @kernel
 def product_blocks(
-    like, engine, a_address, b_address, e_address, f_address, c_address, m, n, k, high, wide, start, stop
+    like, engine, element, a_address, b_address, e_address, f_address, c_address, m, n, k, high, wide, start, stop
 ):  # fmt: skip
     """Blocks of the product, `high` panels of rows by `wide` of columns."""
-    rows, lanes = tile_rows(engine), tile_lanes(engine)
+    rows, lanes, terms = tile_rows(engine), tile_lanes(engine), word_terms(element)
     e, f, c = pointer(e_address, np.int32(0)), pointer(f_address, np.int32(0)), pointer(c_address, like)
-    pairs, most, size = (k + 1) // 2, _CHUNK // 2, rows * lanes
+    groups, most, size = (k + terms - 1) // terms, _CHUNK // terms, rows * lanes
     down, across = (m + rows - 1) // rows, (n + lanes - 1) // lanes
     blocks = (across + wide - 1) // wide
     sums = np.empty(high * wide * size, np.int64)
@@ -204,12 +204,12 @@ def product_blocks(
         top, left = block // blocks * high, block % blocks * wide
         below, right = min(high, down - top), min(wide, across - left)
         sums[:] = 0
-        for at in range(0, pairs, most):
-            count = min(most, pairs - at)
+        for at in range(0, groups, most):
+            count = min(most, groups - at)
             for j in range(right):
-                b = pointer(b_address + ((left + j) * pairs + at) * 2 * lanes * 4, np.int32(0))
+                b = pointer(b_address + ((left + j) * groups + at) * 2 * lanes * 4, np.int32(0))
                 for i in range(below):
-                    a = pointer(a_address + ((top + i) * pairs + at) * rows * 4, np.int32(0))
+                    a = pointer(a_address + ((top + i) * groups + at) * terms // 2 * rows * 4, np.int32(0))
                     to = pointer(sums.ctypes.data + (j * high + i) * size * 8, np.int64(0))
                     add_products(engine, a, b, count, to)
         for i in range(top * rows, min((top + below) * rows, m)):
@@ -261,18 +261,18 @@ class _Lines:
         self._over(line_exponents, (), address(self.shift), address(self.exponents), address(flag))
         self.finite = not flag[0]
 
-    def _over(self, function: Any, options: tuple[Any, ...], *addresses: int) -> None:
+    def _over(self, function: Any, options: tuple[Any, ...], *addresses: int, kinds: tuple[Any, ...] = ()) -> None:
         panels = -(-self.lines // self.width)
-        where = (self.like, address(self.x), self.step, self.stride, self.lines, self.terms, self.width)
+        where = self.like, *kinds, address(self.x), self.step, self.stride, self.lines, self.terms, self.width
         chunk = grain(panels, 4 * self.width * self.terms)
         for_ranges(function, panels, chunk, *where, *options, *addresses)
 
-    def packed(self, digits: bool) -> Any:
-        """Pairs of integers, or of digits, in panels."""
-        panels, words = -(-self.lines // self.width), 2 if digits else 1
-        out = np.empty(panels * ((self.terms + 1) // 2) * words * self.width, np.int32)
+    def packed(self, element: Any, digits: bool) -> Any:
+        """Words of integers, or of digits, in panels."""
+        panels, groups, words = -(-self.lines // self.width), -(-self.terms * element.itemsize // 4), 2 if digits else 1
+        out = np.empty(panels * groups * words * self.width, np.int32)
         addresses = address(self.exponents), address(self.shift), address(out)
-        self._over(pack, (digits, self.plain), *addresses)
+        self._over(pack, (digits, self.plain), *addresses, kinds=(element,))
         return out
 
     def rounded(self) -> Any:
@@ -290,13 +290,14 @@ def _by_blas(a: _Lines, b: _Lines, c: Any) -> None:
 
 
 def _by_tiles(engine: numba_dot.Engine, a: _Lines, b: _Lines, c: Any) -> None:
-    left, right = a.packed(False), b.packed(True)
+    left, right = a.packed(engine.element, engine.digits == 2), b.packed(engine.element, True)
     down, across = -(-a.lines // engine.rows), -(-b.lines // engine.lanes)
-    high, wide = _PANELS
+    high, wide = _BLOCK[0] // engine.rows, _BLOCK[1] // engine.lanes
     while (blocks := -(-down // high) * -(-across // wide)) < 4 * get_num_threads() and high * wide > 1:
         high, wide = (high // 2, wide) if high >= wide else (high, wide // 2)
+    kinds = a.like, engine.like, engine.element
     addresses = [address(x) for x in (left, right, a.exponents, b.exponents, c)]
-    for_ranges(product_blocks, blocks, 1, a.like, engine.like, *addresses, a.lines, b.lines, a.terms, high, wide)
+    for_ranges(product_blocks, blocks, 1, *kinds, *addresses, a.lines, b.lines, a.terms, high, wide)
 
 
 def product(a: Any, b: Any, c: Any, balance: Any = None, engine: str | None = None) -> bool:

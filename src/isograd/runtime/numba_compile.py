@@ -28,6 +28,7 @@ from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.compiler_machinery import register_pass
+from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
 from numba.core.typed_passes import NativeLowering
 
@@ -92,16 +93,45 @@ INLINED: dict[str, Any] = {"forceinline": True} | _INTERNAL
 _OPTIONS: dict[str, Any] = {"fastmath": False, "error_model": "numpy", "boundscheck": False, "nogil": True}
 
 
+_DOT = """
+declare i32 @llvm.vector.reduce.add.v16i32(<16 x i32>)
+define i32 @dot(<16 x i8> %a, <16 x i8> %b) {
+  %x = sext <16 x i8> %a to <16 x i32>
+  %y = sext <16 x i8> %b to <16 x i32>
+  %p = mul <16 x i32> %x, %y
+  %s = call i32 @llvm.vector.reduce.add.v16i32(<16 x i32> %p)
+  ret i32 %s
+}
+"""
+
+
+@functools.cache
+def has_dotprod(triple: str, name: str, features: str) -> bool:
+    """Whether LLVM's code for a processor has Arm's dot products.
+
+    On Linux LLVM does not list them among the features of the host: they follow from its name.
+    """
+    binding = llvmlite.binding
+    if not triple.startswith(("aarch64", "arm64")):
+        return False
+    machine = binding.Target.from_triple(triple).create_target_machine(cpu=name, features=features, opt=2)
+    return "sdot" in machine.emit_assembly(binding.parse_assembly(f'target triple = "{triple}"\n{_DOT}'))
+
+
 def processor_features() -> set[str]:
-    """What the processor that Numba compiles for can do, as its settings and the host tell."""
+    """What the processor that Numba compiles for can do, as its settings, the host and LLVM tell."""
     config = numba.config
+    triple, name, features = cpu_target.target_context.codegen().magic_tuple()
+    dotprod = {"dotprod"} if has_dotprod(triple, name, features) else set()
     if config.CPU_NAME is not None or config.CPU_FEATURES is not None:
-        return {f[1:] for f in (config.CPU_FEATURES or "").split(",") if f.startswith("+")}
+        return dotprod | {f[1:] for f in (config.CPU_FEATURES or "").split(",") if f.startswith("+")}
     try:
         host = llvmlite.binding.get_host_cpu_features()
     except RuntimeError:  # LLVM cannot tell on every system
-        return set()
-    return {name for name, there in host.items() if there and (config.ENABLE_AVX or not name.startswith("avx"))}
+        return dotprod
+    return dotprod | {
+        name for name, there in host.items() if there and (config.ENABLE_AVX or not name.startswith("avx"))
+    }
 
 
 # --- the cache on disk -----------------------------------------------------------------------------------------------
