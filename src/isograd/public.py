@@ -105,6 +105,7 @@ with default_environment():
         LinearCrossEntropyGradientPlan,
         LinearCrossEntropyPlan,
     )
+    from isograd.products.plans import MatmulDescriptor, MatmulPlan
     from isograd.rotary import rotary_table
     from isograd.runtime.parallel import get_num_threads, set_num_threads
     from isograd.tape import (
@@ -144,6 +145,8 @@ __all__ = [
     "LinearCrossEntropyGradientPlan",
     "LinearCrossEntropyPlan",
     "LossAccumulator",
+    "MatmulDescriptor",
+    "MatmulPlan",
     "MisalignedOperandError",
     "MissingGradientError",
     "NonFiniteGradientError",

@@ -80,6 +80,7 @@ def test_json(cli):
         # in the order of choice
         "linear_cross_entropy": ["blas", "order_free"],
         "linear_cross_entropy_gradient": ["blas", "order_free"],
+        "matmul": ["numba", "blas"],
     }
     row = next(r for r in rows if r["operation"] == "softmax")
     assert row.keys() == {

@@ -8,6 +8,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 import isograd.torch as igt  # noqa: E402
+from isograd.cli import check, suites  # noqa: E402
+from isograd.core import registry  # noqa: E402
 from isograd.errors import UnsupportedError  # noqa: E402
 from isograd.numerics import int16  # noqa: E402
 from isograd.products import cuda, tiles  # noqa: E402
@@ -192,3 +194,11 @@ def test_wide_is_refused() -> None:
         igt.matmul(a, a)
     with pytest.raises(UnsupportedError, match="'wide'"):
         igt.linear(a.bfloat16(), a.bfloat16(), precision="wide")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_verify_finds_all_as_promised(dtype: str) -> None:
+    (entry,) = [e for e in registry.kernels() if e[:3] == ("matmul", "cuda", dtype)]
+    report = check.verify_kernel(entry, suites.cases("matmul", dtype), check.published())
+    assert report.failures == []
+    assert report.digests_equal == report.cases == 14

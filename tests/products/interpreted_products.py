@@ -18,6 +18,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from interpreter_patches import report
 
+from isograd.cli import check, suites
+from isograd.core import registry
 from isograd.numerics import int16
 from isograd.numerics.matmul import DEFINITION, matmul
 from isograd.numerics.reference import narrow, widen
@@ -209,9 +211,24 @@ def rows() -> Iterator[Case]:
         yield dtype, bits(out) == bits(to_torch(expected))
 
 
+def published() -> Iterator[Case]:
+    """The cases of `isograd verify`, by the kernel that it runs, into results of another layout too."""
+    digests = check.published()["results"]["matmul"]
+    kernel = next(e.kernel for e in registry.kernels() if e[:3] == ("matmul", "cuda", "float32"))
+    for dtype in NUMPY:
+        for i, case in enumerate(suites.cases("matmul", dtype)):
+            a, b = (laid_out(x, "N" if x.flags.c_contiguous else "T") for x in case.inputs.values())
+            descriptor = suites.SUITES["matmul"].descriptor(case, dtype).validated()
+            c = torch.full(descriptor.c_shape, 7.0, dtype=a.dtype)
+            c = c.mT.contiguous().mT if i % 2 else c
+            kernel.compute(descriptor, {"a": a, "b": b, "c": c}, None)
+            found = np.frombuffer(bits(c), NUMPY[dtype]).reshape(c.shape)
+            yield f"{dtype} {case.name}", check.digest(found) == digests[dtype][case.name]
+
+
 SUITES = {
     "layouts": layouts, "pieces": pieces, "extremes": extremes, "scales": scales, "special": special,
-    "balances": balances, "batches": batches, "rows": rows,
+    "balances": balances, "batches": batches, "rows": rows, "published": published,
 }  # fmt: skip
 
 if __name__ == "__main__":

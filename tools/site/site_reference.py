@@ -45,7 +45,7 @@ _PAGES = (
     ("router", "Mixture of experts", ("isograd.ops.router",)),
     ("attention", "Attention", ("isograd.flash_attention", "isograd.torch.dot_product", "isograd.torch.huggingface")),
     ("gather", "Gather, scatter, embedding", ("isograd.gather", "isograd.torch.indexing")),
-    ("matmul", "Matrix products", ("isograd.torch.products",)),
+    ("matmul", "Matrix products", ("isograd.products", "isograd.torch.products")),
     ("elementwise", "Elementwise functions and sums", ("isograd.array_functions",)),
     ("tape", "The tape", ("isograd.tape",)),
     ("optim", "Optimizers (NumPy)", ("isograd.optim",)),

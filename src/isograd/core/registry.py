@@ -44,6 +44,7 @@ _FAMILIES = (
     "isograd.flash_attention.cuda",
     "isograd.flash_attention.metal",
     "isograd.flash_attention.mlx",
+    "isograd.products.plans",
 )
 # By operation, device, dtype and name: the entry and its place in the order of registration.
 _entries: dict[tuple[str, str, str, str], tuple[int, Entry]] = {}

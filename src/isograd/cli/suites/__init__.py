@@ -3,7 +3,7 @@
 A family has its suites in the file of its name; verify finds the kernels in the registry.
 """
 
-from isograd.cli.suites import attention, cross_entropy, gather, operations
+from isograd.cli.suites import attention, cross_entropy, gather, operations, products
 from isograd.core.cases import Case, Suite
 from isograd.runtime.fenv import default_environment
 
@@ -12,6 +12,7 @@ SUITES: dict[str, Suite] = {
     **cross_entropy.SUITES,
     **operations.SUITES,
     **attention.SUITES,
+    **products.SUITES,
 }
 
 
