@@ -19,7 +19,6 @@ import contextlib
 import hashlib
 import json
 import statistics
-import subprocess
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,8 +85,7 @@ class Model(nn.Module):
 
 def read() -> bytes:
     """The text of the repository, in the order of the files' names."""
-    names = subprocess.run(["git", "-C", ROOT, "ls-files", "*.md", "*.py"], capture_output=True, text=True, check=False)
-    paths = [ROOT / name for name in names.stdout.split()] or [*ROOT.rglob("*.md"), *ROOT.rglob("*.py")]
+    paths = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.py")]
     return b"\n".join(path.read_bytes() for path in sorted(paths))
 
 
