@@ -1,4 +1,7 @@
-"""Linear layers that are spread over ranks; each function runs on the ranks of a pool and returns what a rank saw."""
+"""Linear layers that are spread over ranks; each function runs on the ranks of a pool and returns what a rank saw.
+
+What is whole is computed on the CPU, the parts on a device.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -41,12 +44,12 @@ def layer(dtype: str, special: bool) -> list[Tensor]:
     return [t.to(getattr(torch, dtype)) for t in (x, w, bias, g)]
 
 
-def leaf(x: Tensor) -> Tensor:
+def leaf(x: Tensor, device: str = "cpu") -> Tensor:
     """A leaf of its own, whose columns do not lie together."""
-    return x.t().contiguous().t().detach().requires_grad_()
+    return x.to(device).t().contiguous().t().detach().requires_grad_()
 
 
-def differ(group: Any, dtypes: list[str], kind: str, special: bool) -> list[str]:
+def differ(group: Any, dtypes: list[str], kind: str, special: bool, device: str = "cpu") -> list[str]:
     """The layers whose result or a gradient is not that of the whole one."""
     ranks, rank = place(group)
     found = []
@@ -57,24 +60,24 @@ def differ(group: Any, dtypes: list[str], kind: str, special: bool) -> list[str]
         y.backward(g)
         bounds = cuts(OUTPUTS, ranks, kind)
         here = slice(bounds[rank], bounds[rank + 1])
-        mine = [leaf(x), leaf(w[here]), leaf(bias[here])]
+        mine = [leaf(x, device), leaf(w[here], device), leaf(bias[here], device)]
         out = column(*mine, group)
-        out.backward(g[:, here])
+        out.backward(g[:, here].to(device))
         pairs = [(out, y[:, here]), (mine[0].grad, whole[0].grad)]
         pairs += [(mine[i].grad, whole[i].grad[here]) for i in (1, 2)]
         found += [f"{dtype} column {i}" for i, (a, b) in enumerate(pairs) if not equal(a, b)]
         bounds = cuts(FEATURES, ranks, kind)
         here = slice(bounds[rank], bounds[rank + 1])
-        mine = [leaf(x[:, here]), leaf(w[:, here]), leaf(bias)]
+        mine = [leaf(x[:, here], device), leaf(w[:, here], device), leaf(bias, device)]
         out = row(mine[0][None], *mine[1:], group)[0]
-        out.backward(g)
+        out.backward(g.to(device))
         pairs = [(out, y), (mine[2].grad, whole[2].grad)]
         pairs += [(mine[i].grad, whole[i].grad[:, here]) for i in (0, 1)]
         found += [f"{dtype} row {i}" for i, (a, b) in enumerate(pairs) if not equal(a, b)]
     return found
 
 
-def mlp_differs(group: Any) -> bool:
+def mlp_differs(group: Any, device: str = "cpu") -> bool:
     """A gated MLP, whose inner width is spread."""
     ranks, rank = place(group)
     generator = torch.Generator().manual_seed(2)
@@ -82,22 +85,23 @@ def mlp_differs(group: Any) -> bool:
     bounds = cuts(24, ranks, "even")
     here = slice(bounds[rank], bounds[rank + 1])
 
-    def of(x: Tensor, up: Tensor, down: Tensor, first: Callable[..., Tensor], second: Callable[..., Tensor]) -> Any:
-        leaves = [leaf(t) for t in (x, up, down)]
+    def of(place: str, tensors: tuple[Tensor, ...], first: Callable[..., Tensor], second: Callable[..., Tensor]) -> Any:
+        leaves = [leaf(t, place) for t in tensors]
         h = first(leaves[0], leaves[1])
         y = second(igt.silu_mul(h, h), leaves[2])
-        y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype))
+        y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y))
         return [y.detach(), *[t.grad for t in leaves]]
 
-    y, dx, dup, ddown = of(x, up, down, igt.linear, igt.linear)
-    found = of(x, up[here], down[:, here], lambda *a: column(*a, group=group), lambda *a: row(*a, group=group))
+    y, dx, dup, ddown = of("cpu", (x, up, down), igt.linear, igt.linear)
+    spread = (lambda *a: column(*a, group=group), lambda *a: row(*a, group=group))
+    found = of(device, (x, up[here], down[:, here]), *spread)
     return not all(map(equal, found, (y, dx, dup[here], ddown[:, here])))
 
 
-def wrong_calls(group: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+def wrong_calls(group: Any, device: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """What goes wrong on all ranks because of this one or of all."""
     last = dist.get_rank(group) == dist.get_world_size(group) - 1
-    x, w, bias = torch.randn(4, 3), torch.randn(5, 3), torch.randn(5)
+    x, w, bias = (torch.randn(s, device=device) for s in ((4, 3), (5, 3), (5,)))
     yield "tokens", lambda: row(x[:3] if last else x, w, bias, group)
     yield "dtypes", lambda: column(*[t.bfloat16() if last else t for t in (x, w, bias)], group)
     yield "features", lambda: column(*([x[:, :2], w[:, :2]] if last else [x, w]), bias, group)
@@ -112,29 +116,29 @@ def wrong_calls(group: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "group", lambda: column(x, w, bias, "world")
 
 
-def mistakes(group: Any) -> dict[str, tuple[str, str]]:
+def mistakes(group: Any, device: str = "cpu") -> dict[str, tuple[str, str]]:
     """What every wrong call raises; after each a right one has the right bits."""
     found = {}
-    for what, call in wrong_calls(group):
+    for what, call in wrong_calls(group, device):
         found[what] = raised(call)
-        assert not differ(group, ["bfloat16"], "even", False), what
+        assert not differ(group, ["bfloat16"], "even", False, device), what
     return found
 
 
-def empty(group: Any) -> list[Any]:
+def empty(group: Any, device: str = "cpu") -> list[Any]:
     """No tokens, and no features on any rank."""
-    x, w = torch.zeros(0, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)
+    x, w = (torch.ones(n, 3, requires_grad=True, device=device) for n in (0, 2))
     row(x, w, None, group).sum().backward()
     column(x, w, None, group).sum().backward()
-    y = row(torch.zeros(2, 0), torch.zeros(3, 0), None, group)
+    y = row(torch.zeros(2, 0, device=device), torch.zeros(3, 0, device=device), None, group)
     return [tuple(x.grad.shape), w.grad.abs().sum().item(), y.tolist()]
 
 
-def autocast(group: Any) -> bool:
+def autocast(group: Any, device: str = "cpu") -> bool:
     """Under autocast the product is that of its dtype."""
     x, w, bias, _ = layer("float32", False)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = column(x, w, bias, None if group is None else group)
+    with torch.autocast(device, torch.bfloat16):
+        y = column(x.to(device), w.to(device), bias.to(device), group)
     ranks, _ = place(group)
     whole = igt.linear(x.bfloat16(), w.bfloat16().repeat(ranks, 1), bias.bfloat16().repeat(ranks))
     return equal(y, whole[:, :OUTPUTS])

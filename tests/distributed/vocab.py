@@ -1,4 +1,7 @@
-"""Rows whose classes are spread over ranks; each function runs on the ranks of a pool and returns what a rank saw."""
+"""Rows whose classes are spread over ranks; each function runs on the ranks of a pool and returns what a rank saw.
+
+What is whole is computed on the CPU, the parts on a device.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -51,18 +54,21 @@ def rows(dtype: str, classes: int, special: bool) -> Tensor:
 def equal(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have the same bits."""
     words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return a.dtype is b.dtype and torch.equal(a.contiguous().view(words), b.contiguous().view(words))
+    a, b = a.detach().cpu().contiguous(), b.detach().cpu().contiguous()
+    return a.dtype is b.dtype and torch.equal(a.view(words), b.view(words))
 
 
-def part(x: Tensor, group: Any, kind: str) -> tuple[Tensor, slice]:
+def part(x: Tensor, group: Any, kind: str, device: str = "cpu") -> tuple[Tensor, slice]:
     """The part of this rank as a leaf, its rows apart in memory."""
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     bounds = cuts(x.shape[-1], ranks, kind)
     here = slice(bounds[rank], bounds[rank + 1])
-    return x[..., here].detach().requires_grad_(), here
+    return x.to(device)[..., here].detach().requires_grad_(), here
 
 
-def losses_differ(group: Any, dtypes: list[str], sizes: list[int], kind: str, special: bool) -> list[str]:
+def losses_differ(
+    group: Any, dtypes: list[str], sizes: list[int], kind: str, special: bool, device: str = "cpu"
+) -> list[str]:
     """The problems whose loss or gradient is not that of the whole logits."""
     found = []
     for dtype in dtypes:
@@ -71,18 +77,20 @@ def losses_differ(group: Any, dtypes: list[str], sizes: list[int], kind: str, sp
             targets = torch.arange(9) * 7 % classes
             for options in OPTIONS:
                 targets[4] = options.get("ignore_index", -100)
-                whole, (own, here) = x.clone().requires_grad_(), part(x, group, kind)
+                whole, (own, here) = x.clone().requires_grad_(), part(x, group, kind, device)
                 right = igt.cross_entropy(whole, targets, **options)
-                loss = cross_entropy(own, targets, group, **options)
+                loss = cross_entropy(own, targets.to(device), group, **options)
                 g = torch.linspace(-1, 3, right.numel()).view(right.shape).to(right.dtype)
                 right.backward(g)
-                loss.backward(g)
+                loss.backward(g.to(device))
                 if not (equal(loss, right) and equal(own.grad, whole.grad[:, here])):
                     found.append(f"{dtype} {classes} {options}")
     return found
 
 
-def softmax_differs(group: Any, dtypes: list[str], sizes: list[int], kind: str, special: bool) -> list[str]:
+def softmax_differs(
+    group: Any, dtypes: list[str], sizes: list[int], kind: str, special: bool, device: str = "cpu"
+) -> list[str]:
     """The problems whose result or gradient is not that of whole rows."""
     found = []
     for dtype in dtypes:
@@ -92,24 +100,24 @@ def softmax_differs(group: Any, dtypes: list[str], sizes: list[int], kind: str, 
             if special:
                 dy[0, 1, 0], dy[2, 2, -1], dy[1, 1, 0] = float("inf"), float("-inf"), float("nan")
             for function, parallel in SOFTMAX.items():
-                whole, (own, here) = x.clone().requires_grad_(), part(x, group, kind)
+                whole, (own, here) = x.clone().requires_grad_(), part(x, group, kind, device)
                 right, y = function(whole, -1), parallel(own, group)
                 right.backward(dy)
-                y.backward(dy[..., here])
+                y.backward(dy[..., here].to(device))
                 if not (equal(y, right[..., here]) and equal(own.grad, whole.grad[..., here])):
                     found.append(f"{dtype} {classes} {function.__name__}")
     return found
 
 
-def many_classes_differ(group: Any, dtype: str) -> list[str]:
+def many_classes_differ(group: Any, dtype: str, device: str = "cpu") -> list[str]:
     """A row of more classes than 2**18, where the quantum of 16 bits changes."""
-    return losses_differ(group, [dtype], [(1 << 18) + 5], "even", False)
+    return losses_differ(group, [dtype], [(1 << 18) + 5], "even", False, device)
 
 
-def wrong_calls(group: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+def wrong_calls(group: Any, device: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """What goes wrong on all ranks because of this one or of all."""
     last = dist.get_rank(group) == dist.get_world_size(group) - 1
-    x, targets = torch.randn(4, 3), torch.tensor([0, 1, 2, 3])
+    x, targets = torch.randn(4, 3, device=device), torch.tensor([0, 1, 2, 3], device=device)
     yield "tokens", lambda: cross_entropy(x[:3] if last else x, targets[:3] if last else targets, group)
     yield "dtypes", lambda: cross_entropy(x.double() if last else x, targets, group)
     yield "targets", lambda: cross_entropy(x, targets.flip(0) if last else targets, group)
@@ -127,35 +135,36 @@ def wrong_calls(group: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "group", lambda: igt.distributed.vocab_parallel_softmax(x, "world")
 
 
-def mistakes(group: Any) -> dict[str, tuple[str, str]]:
+def mistakes(group: Any, device: str = "cpu") -> dict[str, tuple[str, str]]:
     """What every wrong call raises; after each a right one has the right bits."""
     found = {}
-    for what, call in wrong_calls(group):
+    for what, call in wrong_calls(group, device):
         found[what] = raised(call)
-        assert not losses_differ(group, ["float32"], [5], "even", False), what
+        assert not losses_differ(group, ["float32"], [5], "even", False, device), what
     return found
 
 
-def empty(group: Any) -> list[Any]:
+def empty(group: Any, device: str = "cpu") -> list[Any]:
     """No tokens, and no classes on any rank."""
-    x = torch.zeros(0, 3, requires_grad=True)
-    loss = cross_entropy(x, torch.zeros(0, dtype=torch.int64), group, reduction="sum")
+    x = torch.zeros(0, 3, requires_grad=True, device=device)
+    loss = cross_entropy(x, torch.zeros(0, dtype=torch.int64, device=device), group, reduction="sum")
     loss.backward()
-    y = igt.distributed.vocab_parallel_softmax(torch.zeros(2, 0), group)
+    y = igt.distributed.vocab_parallel_softmax(torch.zeros(2, 0, device=device), group)
     return [loss.item(), tuple(x.grad.shape), tuple(y.shape)]
 
 
-def autocast(group: Any) -> bool:
+def autocast(group: Any, device: str = "cpu") -> bool:
     """Under autocast narrow logits give float32, as in the whole."""
     x, targets = rows("bfloat16", 11, False), torch.arange(9)
-    with torch.autocast("cpu", torch.bfloat16):
-        return equal(cross_entropy(part(x, group, "even")[0], targets, group), igt.cross_entropy(x, targets))
+    with torch.autocast("cpu", torch.bfloat16), torch.autocast(device, torch.bfloat16):
+        loss = cross_entropy(part(x, group, "even", device)[0], targets.to(device), group)
+        return equal(loss, igt.cross_entropy(x, targets))
 
 
-def layouts_differ(group: Any) -> bool:
+def layouts_differ(group: Any, device: str = "cpu") -> bool:
     """Logits whose rows, or whose classes, do not lie together."""
     x, targets = rows("float32", 11, False), torch.arange(9)
     right = igt.cross_entropy(x, targets)
-    own, _ = part(x, group, "uneven")
+    own, _ = part(x, group, "uneven", device)
     turned, apart = own.t().contiguous().t(), own.repeat_interleave(2, 1)[:, ::2]
-    return not all(equal(cross_entropy(t, targets, group), right) for t in (turned, apart))
+    return not all(equal(cross_entropy(t, targets.to(device), group), right) for t in (turned, apart))

@@ -13,13 +13,17 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+import linears  # noqa: E402
+import test_parallel_linear  # noqa: E402
+import test_vocab  # noqa: E402
+import vocab  # noqa: E402
 from gradients import DTYPES, SETTINGS, as_torch, gradient, totals  # noqa: E402
 from pool import Ranks  # noqa: E402
 from torch import nn  # noqa: E402
 
 import isograd.torch as igt  # noqa: E402
 from isograd.core import arrays  # noqa: E402
-from isograd.errors import StepError, UnsupportedError  # noqa: E402
+from isograd.errors import StepError  # noqa: E402
 from isograd.torch.distributed import kernels, reference  # noqa: E402
 
 GradientSum = igt.distributed.GradientSum
@@ -160,12 +164,26 @@ def test_units_on_a_stream_of_their_own() -> None:
     assert found[0] == found[1]
 
 
-def test_classes_over_ranks_have_no_kernel_here() -> None:
-    x, targets = torch.randn(4, 3, device="cuda"), torch.arange(4, device="cuda") % 3
-    with pytest.raises(UnsupportedError, match="vocab_parallel_cross_entropy: no kernel for device 'cuda'"):
-        igt.distributed.vocab_parallel_cross_entropy(x, targets)
-    with pytest.raises(UnsupportedError, match="vocab_parallel_softmax: no kernel for device 'cuda'"):
-        igt.distributed.vocab_parallel_softmax(x)
+# --- one process ------------------------------------------------------------------------------------------------------
+CASES = [("uneven", False), ("empty", True)]
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["finite", "special"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_rows_have_the_bits_of_the_cpu(dtype: str, special: bool) -> None:
+    given = {"dtypes": [dtype], "sizes": [1, 5, 300, 4097, 20_000], "kind": "even", "special": special}
+    assert vocab.losses_differ(None, **given, device="cuda") == []
+    assert vocab.softmax_differs(None, **given, device="cuda") == []
+
+
+def test_more_classes_than_a_short_sum_holds() -> None:
+    assert vocab.many_classes_differ(None, "bfloat16", "cuda") == []
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["finite", "special"])
+def test_linear_layers_have_the_bits_of_the_cpu(special: bool) -> None:
+    assert linears.differ(None, ["float16", "bfloat16", "float32"], "even", special, "cuda") == []
+    assert not linears.mlp_differs(None, "cuda")
 
 
 # --- NCCL ------------------------------------------------------------------------------------------------------------
@@ -199,3 +217,45 @@ def test_one_digest_on_one_and_two_ranks(ranks: Ranks, kind: str) -> None:
 def test_uneven_units_and_missing_gradients_on_two_ranks(ranks: Ranks) -> None:
     right = ranks.run("misuse", "sums_on_gpu", 2)
     assert right == [[True, True, True, True]] * 2
+
+
+# --- what is spread over ranks ----------------------------------------------------------------------------------------
+NUMBERS = [1, pytest.param(2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"))]
+
+
+@pytest.mark.parametrize("n", NUMBERS)
+@pytest.mark.parametrize(("kind", "special"), CASES, ids=str)
+def test_bits_of_whole_rows(ranks: Ranks, n: int, kind: str, special: bool) -> None:
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        given = {"dtypes": [dtype], "sizes": [1, 5, 300, 20_000], "kind": kind, "special": special, "device": "cuda"}
+        for function in ("losses_differ", "softmax_differs"):
+            assert ranks.run("vocab", function, n, timeout=600, **given) == [[]] * n, (dtype, function)
+    assert ranks.run("vocab", "many_classes_differ", n, dtype="bfloat16", device="cuda", timeout=600) == [[]] * n
+
+
+@pytest.mark.parametrize("n", NUMBERS)
+@pytest.mark.parametrize(("kind", "special"), CASES, ids=str)
+def test_bits_of_the_whole_layer(ranks: Ranks, n: int, kind: str, special: bool) -> None:
+    given = {"dtypes": ["float16", "bfloat16", "float32"], "kind": kind, "special": special, "device": "cuda"}
+    assert ranks.run("linears", "differ", n, timeout=600, **given) == [[]] * n
+    assert ranks.run("linears", "mlp_differs", n, device="cuda", timeout=600) == [False] * n
+
+
+@pytest.mark.parametrize("n", NUMBERS)
+def test_layouts_autocast_and_nothing_to_do(ranks: Ranks, n: int) -> None:
+    assert ranks.run("vocab", "layouts_differ", n, device="cuda", timeout=600) == [False] * n
+    assert ranks.run("vocab", "empty", n, device="cuda", timeout=600) == [[0.0, (0, 3), (2, 0)]] * n
+    assert ranks.run("vocab", "autocast", n, device="cuda", timeout=600) == [True] * n
+    assert ranks.run("linears", "empty", n, device="cuda", timeout=600) == [[(0, 3), 0.0, [[0.0] * 3] * 2]] * n
+    assert ranks.run("linears", "autocast", n, device="cuda", timeout=600) == [True] * n
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(("module", "said"), [("vocab", test_vocab.SAID), ("linears", test_parallel_linear.SAID)])
+def test_errors_on_both_ranks(ranks: Ranks, module: str, said: Any) -> None:
+    found = ranks.run(module, "mistakes", 2, device="cuda", timeout=600)
+    for what, (kind, first, second) in said.items():
+        for rank, fragment in enumerate((first, first if second is None else second)):
+            raised, message = found[rank][what]
+            assert fragment in message, (what, message)
+            assert raised == kind or (second is not None and rank), (what, raised)

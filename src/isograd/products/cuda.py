@@ -22,6 +22,7 @@ from isograd.devices.triton_launcher import (
     processors,
     rows,
 )
+from isograd.numerics.int16 import ZERO
 from isograd.products import tiles, triton_gemm, triton_slices
 from isograd.products.tiles import Tiles
 
@@ -119,9 +120,9 @@ def _word_launcher(p: _Problem, dtype: torch.dtype) -> Launcher:
 
 
 @kept
-def _chunk_launcher(p: _Problem, dtype: torch.dtype) -> Launcher:
+def _chunk_launcher(p: _Problem, chunks: int, dtype: torch.dtype) -> Launcher:
     lines, block = (16, 512) if p.along else (64, 128)
-    chunks, blocks = _chunks(p)[0], _blocks(p.n)
+    blocks = _blocks(p.n)
     most = next(c for c in (1, 8, _MOST_CHUNKS) if c >= chunks)
     tail = (p.n, p.rows.inner, chunks, p.total, blocks, *p.strides, p.sign, lines, block, most, p.native)
     programs = p.rows.outer * -(-p.rows.inner // lines) * -(-blocks * _DEPTH // block)
@@ -162,17 +163,41 @@ def sliced(x: Tensor, axis: int, balance: Tensor | None = None) -> Lines:
     if p.along and (p.n <= _TILE or 2 * p.total >= p.processors):
         _line_launcher(p, x.dtype)(x, shift, digits, words)
     else:
-        _chunk_launcher(p, x.dtype)(x, shift, _words(x, p, shift), digits, words)
+        _chunk_launcher(p, _chunks(p)[0], x.dtype)(x, shift, _words(x, p, shift), digits, words)
     return Lines(digits, words)
 
 
+# --- slices of lines that go on elsewhere ----------------------------------------------------------------------------
+def words_of(x: Tensor, axis: int, balance: Tensor | None = None) -> Tensor:
+    """The words of a matrix' lines along an axis, int32; 4 * ZERO for nothing.
+
+    Of several parts of lines the maxima have the exponents of whole lines, and the marks of some part.
+    """
+    p = _problem(x, axis, 0 if balance is None else (-1 if axis == 1 else 1))
+    if not x.numel():
+        return torch.full((p.total,), 4 * ZERO, dtype=torch.int32, device=x.device)
+    empty = torch.empty(0, dtype=torch.int32, device=x.device)
+    return _words(x, p, empty if balance is None else balance).amax(0)
+
+
+def sliced_by(x: Tensor, axis: int, words: Tensor, balance: Tensor | None = None) -> Lines:
+    """As `sliced` for a matrix whose lines have these words, which longer lines may have."""
+    settled = torch.where(words >> 2 == ZERO, words & 3, words)
+    p = _problem(x, axis, 0 if balance is None else (-1 if axis == 1 else 1))
+    digits = torch.empty((p.total, 2, _blocks(p.n) * _DEPTH), dtype=torch.int8, device=x.device)
+    if not x.numel():
+        return Lines(digits.zero_(), settled)
+    _chunk_launcher(p, 1, x.dtype)(x, words if balance is None else balance, words, digits, torch.empty_like(words))
+    return Lines(digits, settled)
+
+
 # --- balances --------------------------------------------------------------------------------------------------------
-def _exponents(x: Tensor, axis: int) -> tuple[Tensor, int]:
-    """Words of lines along an axis without a balance [chunks, lines], and the number of chunks."""
+def _exponents(x: Tensor, axis: int) -> Tensor:
+    """Words of lines along an axis without a balance [chunks, lines]."""
     p = _problem(x, axis, 0)
     found = torch.empty((_chunks(p)[0], p.total), dtype=torch.int32, device=x.device)
     _word_launcher(p, x.dtype)(x, found, found)
-    return found, found.shape[0]
+    return found
 
 
 @kept
@@ -184,9 +209,14 @@ def _weight_launcher(n: int, chunks: int) -> Launcher:
 
 def balance_of(weight: Tensor) -> Tensor:
     """`int16.balance_of` of a weight [K, N], int32 [K]."""
-    found, chunks = _exponents(weight, 1)
-    balance = torch.empty(weight.shape[0], dtype=torch.int32, device=weight.device)
-    _weight_launcher(weight.shape[0], chunks)(found, balance)
+    return balance_from(_exponents(weight, 1))
+
+
+def balance_from(words: Tensor) -> Tensor:
+    """The same from the words of its rows [chunks, K]."""
+    balance = torch.empty(words.shape[1], dtype=torch.int32, device=words.device)
+    if balance.numel():
+        _weight_launcher(words.shape[1], words.shape[0])(words, balance)
     return balance
 
 
@@ -199,9 +229,14 @@ def _tokens_launcher(n: int, x_chunks: int, y_chunks: int) -> Launcher:
 
 def balance_between(a: Tensor, b: Tensor) -> Tensor:
     """`int16.balance_between` of a [M, K] and b [K, N], int32 [K]."""
-    (x, x_chunks), (y, y_chunks) = _exponents(a, 0), _exponents(b, 1)
-    balance = torch.empty(b.shape[0], dtype=torch.int32, device=b.device)
-    _tokens_launcher(b.shape[0], x_chunks, y_chunks)(x, y, balance)
+    return balance_from_tokens(_exponents(a, 0), _exponents(b, 1))
+
+
+def balance_from_tokens(x: Tensor, y: Tensor) -> Tensor:
+    """The same from the words of the tokens in a [chunks, K] and in b [chunks, K]."""
+    balance = torch.empty(x.shape[1], dtype=torch.int32, device=x.device)
+    if balance.numel():
+        _tokens_launcher(x.shape[1], x.shape[0], y.shape[0])(x, y, balance)
     return balance
 
 
@@ -322,6 +357,25 @@ def multiplied(x: Lines, y: Lines, s: _Shape, c: Tensor, config: Tiles | None = 
         z = torch.zeros(c.shape, dtype=torch.int64, device=c.device)
         _parts_launcher(s, counts, t)(x.digits, y.digits, z)
         _round_launcher(s, c.dtype, arch)(z, x.words, y.words, c)
+
+
+def sums_of(x: Lines, y: Lines, terms: int) -> Tensor:
+    """The exact sums of a product of matrices from lines of so many digits each, int64 [M, N]."""
+    m, n, blocks = x.total, y.total, _blocks(terms)
+    z = torch.zeros((m, n), dtype=torch.int64, device=x.words.device)
+    t = tiles.in_parts(m, n, blocks, architecture(z), processors(z))
+    _parts_launcher(_one(m, n, terms), (m, n), t)(x.digits, y.digits, z)
+    return z
+
+
+def rounded(z: Tensor, x: Tensor, y: Tensor, c: Tensor) -> None:
+    """Fill c, in C order, from exact sums and the words of rows and columns."""
+    _round_launcher(_one(c.shape[0], c.shape[1], 0), c.dtype, architecture(c))(z, x, y, c)
+
+
+def _one(m: int, n: int, terms: int) -> _Shape:
+    """A product of two matrices."""
+    return _Shape(m, n, terms, (1,), (0,), (0,), (0,), (0,))
 
 
 class Operand(NamedTuple):

@@ -69,6 +69,12 @@ def chosen(m: int, n: int, blocks: int, matrices: int, arch: int, processors: in
     return parts._replace(pieces=pieces) if pieces > 1 else tile
 
 
+def in_parts(m: int, n: int, blocks: int, arch: int, processors: int) -> Tiles:
+    """The rule for exact sums that are added up in memory."""
+    t = chosen(m, n, blocks, 1, arch, processors)
+    return _PARTS[max(a for a in _PARTS if a <= arch)]._replace(pieces=t.pieces)
+
+
 def triton(t: Tiles) -> Tiles:
     """The tile for Triton's kernel in place of Hopper's, which takes matrices at even distances alone."""
     return _TMA[0] if t.consumers else t

@@ -34,7 +34,7 @@ class _Columns(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = parts.summed_product(part, g, weight, parts.spread_balance(part, weight))
         if ctx.needs_input_grad[1]:
-            balance = parts.tokens_balance(x.t(), parts.row_exponents(part, g))
+            balance = parts.tokens_balance(x.t(), parts.row_keys(part, g))
             dweight = parts.product(x.t(), g, balance).t()
         return dx, dweight, None
 
@@ -57,7 +57,7 @@ class _Rows(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = parts.product(g, weight, parts.whole_balance(part, weight))
         if ctx.needs_input_grad[1]:
-            balance = parts.tokens_balance(parts.row_exponents(part, x), g)
+            balance = parts.tokens_balance(parts.row_keys(part, x), g)
             dweight = parts.product(x.t(), g, balance).t()
         return dx, dweight, None
 
@@ -66,9 +66,11 @@ def _checked(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple
     """The operands in the dtype of autocast, where that is on."""
     given = {"input": x, "weight": weight} | ({} if bias is None else {"bias": bias})
     found = {argument: checked_part(name, argument, tensor) for argument, tensor in given.items()}
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
+    device = given["input"].device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
         found = {key: t if t.dtype is torch.float64 else t.to(dtype) for key, t in found.items()}
+    tensors.require_device(name, **given)
     x, weight, bias = found["input"], found["weight"], found.get("bias")
     if x.dtype is torch.float64:
         raise UnsupportedError(f"{name}: input has dtype float64; accepted: float16, bfloat16, float32")
@@ -126,7 +128,8 @@ def column_parallel_linear(
 
     Raises, on all ranks: InvalidProblemError if they differ in shapes, dtypes, having a bias or requires_grad; else as
     `igt.linear`, with InvalidProblemError on ranks whose own arguments are right. UnsupportedError for float64 and a
-    device other than the CPU.
+    device without kernels; CPUs and CUDA devices have them. A GPU is waited for, here and where sums are added over
+    ranks.
     """
     return _apply(_Columns, _COLUMN, input, weight, bias, group)
 

@@ -14,7 +14,7 @@ from isograd.losses import reductions
 from isograd.losses.cross_entropy_plans import CrossEntropyDescriptor, Scalars, check_targets, scalars
 from isograd.losses.cross_entropy_reference import IGNORE_INDEX
 from isograd.torch import tensors
-from isograd.torch.distributed import vocab_kernels as kernels
+from isograd.torch.distributed.vocab_kernels import of
 from isograd.torch.distributed.vocab_layout import LOG_PROBABILITIES
 from isograd.torch.distributed.vocab_parts import Part, agreed, checked_part, given_group
 from isograd.torch.indexing import enter
@@ -54,7 +54,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, here: Tensor, call: _Call) -> Tensor:
-        part, classes = call.part, call.part.classes
+        part, classes, kernels = call.part, call.part.classes, of(logits)
         keys = part.largest(kernels.maxima(logits))
         words = kernels.exponentials(logits, keys, classes)
         bits = _BITS[logits.element_size()]
@@ -66,7 +66,7 @@ class _CrossEntropy(torch.autograd.Function):
         own = words[:, -1].to(bits).contiguous().view(logits.dtype)
         about = kernels.statistics(logits, keys, words, classes)
         everything = part.total(LOG_PROBABILITIES, logits, logits, about) if call.numbers.spread else None
-        losses, state = kernels.losses(own, here, about, everything, call.numbers)
+        losses, state = kernels.losses(own, here, about, everything, call.whole, call.numbers)
         ctx.save_for_backward(logits, here, state)
         ctx.call = call
         loss: Tensor = reductions.reduced(_NAME, losses, call.whole.work, logits, call.reduction, call.divisor)
@@ -80,11 +80,12 @@ class _CrossEntropy(torch.autograd.Function):
         g = tensors.usable(_NAME, "dloss", dloss.to(tensors.work_dtype(logits.dtype))).view(dloss.shape)
         about = (call.whole.work, logits, here.shape, call.reduction, call.divisor)
         dlosses = reductions.row_gradients(_NAME, g, *about)
-        return kernels.logit_gradients(logits, here, dlosses, state, call.numbers), None, None
+        given = (logits, here, dlosses, state, call.whole, call.numbers)
+        return of(logits).logit_gradients(*given), None, None
 
 
-def _checked(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, str]:
-    """(logits, targets, a digest of the targets); raises for what does not fit."""
+def _checked(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Any, str]:
+    """(logits, targets, those on the CPU, a digest of them); raises for what does not fit."""
     logits = checked_part(_NAME, "logits", logits)
     targets = tensors.checked_index(_NAME, targets, "targets")
     tensors.require_device(_NAME, logits=logits, targets=targets)
@@ -96,8 +97,8 @@ def _checked(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, str]:
     if torch.is_autocast_enabled(logits.device.type):
         (logits,) = tensors.wide(logits)
     targets = tensors.usable_index(_NAME, "targets", targets.detach())
-    flat = np.ascontiguousarray(arrays.numpy_view(targets), np.int64)
-    return logits, targets, hashlib.sha256(flat.tobytes()).hexdigest()
+    flat = np.ascontiguousarray(arrays.numpy_view(targets.cpu()), np.int64)
+    return logits, targets, flat, hashlib.sha256(flat.tobytes()).hexdigest()
 
 
 def vocab_parallel_cross_entropy(
@@ -124,12 +125,13 @@ def vocab_parallel_cross_entropy(
 
     Raises, on all ranks: InvalidProblemError if they differ in tokens, dtype, targets or options;
     IndexOutOfRangeError for a target that is no class; otherwise as `igt.cross_entropy`, with InvalidProblemError on
-    ranks whose own arguments are right. UnsupportedError for a device other than the CPU.
+    ranks whose own arguments are right. UnsupportedError for a device without kernels; CPUs and CUDA devices have them,
+    of which the latter are waited for, as all ranks look at the targets.
     """
     enter(_NAME)
     group, failed, said = given_group(_NAME, group), None, ""
     try:
-        logits, targets, said = _checked(logits, targets)
+        logits, targets, flat, said = _checked(logits, targets)
     except IsogradError as error:
         failed = error
     of = None if failed else (logits.shape[0], str(logits.dtype))
@@ -139,8 +141,8 @@ def vocab_parallel_cross_entropy(
     shape = (logits.shape[0], part.classes)
     fields = (shape, tensors.NAMES[logits.dtype], "int64", 1, False, ignore_index, label_smoothing, z_loss)
     whole = _Descriptor(*fields).validated()
-    wanted = torch.from_numpy(check_targets(_NAME, arrays.numpy_view(targets), whole.classes, whole.ignore_index))
+    wanted = torch.from_numpy(check_targets(_NAME, flat, whole.classes, whole.ignore_index))
     inside = (wanted >= part.first) & (wanted < part.first + logits.shape[1])
-    here = torch.where(inside, wanted - part.first, torch.where(wanted < 0, wanted, _ELSEWHERE))
+    here = torch.where(inside, wanted - part.first, torch.where(wanted < 0, wanted, _ELSEWHERE)).to(logits.device)
     call = _Call(part, whole, targets, scalars(whole, None), reduction)
     return _CrossEntropy.apply(logits, here, call)  # type: ignore[no-any-return,no-untyped-call]

@@ -10,8 +10,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from isograd.errors import IsogradError, UnsupportedError
 from isograd.torch import tensors
-from isograd.torch.distributed import vocab_kernels as kernels
 from isograd.torch.distributed.agreement import agree, checked_group
+from isograd.torch.distributed.vocab_kernels import of, require_kernels
 
 
 class Part(NamedTuple):
@@ -35,8 +35,10 @@ class Part(NamedTuple):
 
     def total(self, mode: int, x: Tensor, y: Tensor, about: Tensor) -> Tensor:
         """The order-free sums of whole rows' terms."""
+        kernels = of(x)
         keys = self.largest(kernels.magnitudes(mode, x, y, about))
-        return kernels.totals(x, keys, self.added(kernels.terms(mode, x, y, about, keys)))
+        found: Tensor = kernels.totals(x, keys, self.added(kernels.terms(mode, x, y, about, keys)))
+        return found
 
 
 def given_group(name: str, group: Any) -> Any:
@@ -53,7 +55,7 @@ def checked_part(name: str, argument: str, x: Any) -> Tensor:
         raise UnsupportedError(f"{name}: {argument} is a {type(x).__name__}; pass the tensor of this rank's classes")
     if is_functorch_wrapped_tensor(x):
         raise UnsupportedError(f"{name}: {argument} is transformed by torch.func; accepted: backward of torch.autograd")
-    kernels.require_kernels(name, x.device)
+    require_kernels(name, x.device)
     return tensors.usable(name, argument, x)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from isograd.errors import IsogradError
-from isograd.torch.distributed import vocab_kernels as kernels
+from isograd.torch.distributed.vocab_kernels import of
 from isograd.torch.distributed.vocab_layout import PRODUCTS, VALUES
 from isograd.torch.distributed.vocab_parts import Part, agreed, checked_part, given_group
 from isograd.torch.indexing import enter
@@ -18,9 +18,10 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, part: Part, logarithm: bool) -> Tensor:
+        kernels = of(x)
         keys = part.largest(kernels.maxima(x))
         words = part.added(kernels.exponentials(x, keys, part.classes))
-        y = kernels.outputs(x, kernels.statistics(x, keys, words, part.classes), logarithm)
+        y: Tensor = kernels.outputs(x, kernels.statistics(x, keys, words, part.classes), logarithm)
         ctx.save_for_backward(y)
         ctx.part, ctx.logarithm = part, logarithm
         return y
@@ -30,7 +31,7 @@ class _Softmax(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         (y,) = ctx.saved_tensors
         sums = ctx.part.total(VALUES if ctx.logarithm else PRODUCTS, dy, y, y)
-        return kernels.gradients(dy, y, sums, ctx.logarithm), None, None
+        return of(y).gradients(dy, y, sums, ctx.logarithm), None, None
 
 
 def _apply(name: str, x: Tensor, group: Any, logarithm: bool) -> Tensor:
@@ -60,7 +61,7 @@ def vocab_parallel_softmax(x: Tensor, group: Any = None) -> Tensor:
 
     Raises, on all ranks: InvalidProblemError if they differ in the other axes, in dtype or in whether a gradient is
     needed; otherwise as `igt.softmax`, with InvalidProblemError on ranks whose own argument is right.
-    UnsupportedError for a device other than the CPU.
+    UnsupportedError for a device without kernels; CPUs and CUDA devices have them.
     """
     return _apply("vocab_parallel_softmax", x, group, False)
 
