@@ -18,8 +18,8 @@ from isograd.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("docs", "docs/guides", "docs/explanation")
-# Pages that need a package which not every environment has, or many seconds.
-THOROUGH = {"docs/guides/transformers.md"}
+# Pages that load transformers or Lightning, which takes many seconds.
+THOROUGH = {"docs/guides/lightning.md", "docs/guides/transformers.md", "docs/reproducible_training.md"}
 APPLE = {"docs/metal.md"}  # code for a GPU that is not here
 
 
@@ -75,8 +75,6 @@ def run_page(path):
 )
 def test_the_code_of_a_page_prints_what_the_page_says(page, tmp_path, monkeypatch):
     pytest.importorskip("torch")
-    if page in THOROUGH:
-        pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     run_page(ROOT / page)
 
