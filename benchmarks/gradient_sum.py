@@ -173,13 +173,11 @@ def kernel_times() -> list[dict[str, Any]]:
     return results
 
 
-def sizes(device: torch.device, quick: bool) -> list[dict[str, int]]:
+def sizes(device: torch.device, quick: bool, hidden: list[int]) -> list[dict[str, int]]:
     if device.type == "cpu" or quick:
         return [{"hidden": 128, "layers": 2, "vocabulary": 512, "batch": 2, "length": 64}]
     shape = {"vocabulary": 32_000, "length": 4096}
-    return [
-        {"hidden": 2048, "layers": 8, "batch": 4, **shape}, {"hidden": 4096, "layers": 4, "batch": 4, **shape},
-    ]  # fmt: skip
+    return [{"hidden": h, "layers": 16384 // h, "batch": 4, **shape} for h in hidden]
 
 
 def main() -> None:
@@ -189,6 +187,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small model, few rounds")
     parser.add_argument("--kernels", action="store_true", help="the kernels alone, on a GPU")
     parser.add_argument("--units", type=int, nargs="+", default=[1, 4], help="backward passes a rank")
+    parser.add_argument("--hidden", type=int, nargs="+", default=[2048, 4096], help="sizes on a GPU")
     arguments = parser.parse_args()
     checked_file(arguments.out, "--out")
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29531")):
@@ -214,7 +213,7 @@ def main() -> None:
         for result in results:
             print(result["dtype"], {name: round(rate) for name, rate in result["gigabytes_per_second"].items()}, "GB/s")
     else:
-        for size in sizes(device, arguments.quick):
+        for size in sizes(device, arguments.quick, arguments.hidden):
             for kind in ("plain", "ddp", "fsdp") if ranks == 1 else ("ddp", "fsdp"):
                 for units in arguments.units:
                     rounds = 3 if arguments.quick else 15

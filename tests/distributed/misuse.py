@@ -80,7 +80,7 @@ def missing_on_one_rank(group: Any, ahead: bool) -> bool:
 
 
 def sent_ahead(group: Any) -> list[bool]:
-    """Whether all buckets were sent in the pass: never, in the last of two units, in the only one."""
+    """Whether all buckets but the last were sent in the pass: never, in the last of two units, in the only one."""
     found = []
     for units in (None, 2, 1):
         model = small()
@@ -88,7 +88,7 @@ def sent_ahead(group: Any) -> list[bool]:
         for seed in range(units or 1):
             found.append(total._ahead > 0)
             unit(model, seed)
-        found.append(total._ahead == len(total._buckets) > 1)
+        found.append(total._ahead == len(total._buckets) - 1 > 0)
         total.finish()
     return found
 
@@ -167,7 +167,7 @@ def broken_backward(group: Any, everywhere: bool, ahead: bool, retry: bool = Fal
 
 
 def more_than_announced(group: Any) -> list[Any]:
-    """A second unit on the last rank after all buckets were sent."""
+    """A second unit on the last rank."""
     model, last = small(), dist.get_rank(group) == dist.get_world_size(group) - 1
     total = GradientSum(model, group, units=1)
     for seed in range(2 if last else 1):

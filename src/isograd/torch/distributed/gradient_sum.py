@@ -55,7 +55,8 @@ class GradientSum:
     FSDP2 the ranks of the mesh are added in any case; a group then has the ranks that hold the same part.
 
     units: how many units this rank has in a step, if known. In the last one buckets are sent as soon as the pass has
-    completed them, while it goes on. The attribute may be set before each step. It never changes a bit.
+    completed them, while it goes on, and the last bucket by `finish`. The attribute may be set before each step. It
+    never changes a bit.
 
     quantum, range: exponents of two, for all parameters or by name: a mapping of names, or patterns as in `fnmatch`, to
     exponents (the first match counts). By default the quantum is 2^-48, and the range, of which N times the largest
@@ -236,10 +237,10 @@ class GradientSum:
                 f"the gradient of {slot.name!r} of the step before was still there in a backward pass; call "
                 "zero_grad(set_to_none=True) after each step"
             )
-        if slot.bucket.sent:
+        if slot.bucket.sent or (self._group is not None and self._units is not None and self._counted >= self._units):
             return (
-                f"a gradient of {slot.name!r} came after its bucket was sent: this rank announced {self._units} units "
-                f"and was in unit {self._counted + 1}"
+                f"a gradient of {slot.name!r} came when all should have been sent: this rank announced {self._units} "
+                f"units and was in unit {self._counted + 1}"
             )
         if gradient.layout is not torch.strided:
             return f"the gradient of {slot.name!r} is sparse; accepted: dense gradients"
@@ -278,7 +279,7 @@ class GradientSum:
             self._streams.add(stream)
             if len(self._streams) > 1:
                 return
-        while self._ahead < len(self._buckets) and not self._buckets[self._ahead].missing:
+        while self._ahead < len(self._buckets) - 1 and not self._buckets[self._ahead].missing:
             self._buckets[self._ahead].send(self._group)
             self._ahead += 1
 
@@ -310,10 +311,12 @@ class GradientSum:
             self._begin()
             raise StepError(f"{_NAME}.finish: {problem}")
         with torch.no_grad():
-            for bucket in self._buckets[self._ahead :]:
+            for bucket in self._buckets[self._ahead : -1]:
                 bucket.send(self._group)
             header, exceeded = self._added_up(problem)
             self._copy_buffers()
+            # While the last, often the largest, is under way, the means of the others are taken, which need the header.
+            self._buckets[-1].send(self._group)
             report = GradientReport(header, exceeded, self._members)
             if self._counted == 0 and problem is None and report.problem is None and report.units == 0:
                 problem = "no rank had a backward pass since the last step"
