@@ -1,4 +1,4 @@
-"""Code on the pages of the site runs, and prints what the pages say.
+"""Code in the README and on the pages of the site runs, and prints what the pages say.
 
 A page's ```python blocks run in one namespace, in an empty folder. A ```text block after one is what it prints. Lines
 of a ```console block that begin with `$ isograd` run too, and the lines below them are what they print.
@@ -39,8 +39,7 @@ def blocks(path):
 
 PAGES = sorted(
     str(path.relative_to(ROOT))
-    for folder in FOLDERS
-    for path in (ROOT / folder).glob("*.md")
+    for path in (ROOT / "README.md", *(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md")))
     if any(block.language == "python" for block in blocks(path)) and str(path.relative_to(ROOT)) not in APPLE
 )
 

@@ -1,6 +1,7 @@
 """What the site is generated from: names, signatures, tables, figures and links. `.ci/run` builds it."""
 
-import importlib
+import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -89,6 +90,29 @@ def test_figures_come_from_the_files(site):
     with pytest.raises(ValueError, match="asks for ms of accuracy, which has none"):
         figures.with_tables("<!-- figures: accuracy ms -->", ROOT, "page.md")
     assert "| softmax, spread 1 |" in figures.with_tables("<!-- figures: accuracy ulp -->", ROOT, "page.md")
+
+
+def test_the_table_of_the_readme_has_the_figures_of_the_files():
+    """Where it fails: `python tools/update_readme.py`."""
+    spec = importlib.util.spec_from_file_location("update_readme", ROOT / "tools/update_readme.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = (ROOT / "README.md").read_text()
+    without_dates = module.DATE.sub("", module.updated(text))
+    assert without_dates == module.DATE.sub("", text)
+    changed = text.replace("| 5.91 |", "| 5.92 |")
+    assert changed != text
+    assert module.DATE.sub("", module.updated(changed)) == without_dates
+    with pytest.raises(ValueError, match="no place for figures"):
+        module.updated("# isograd")
+
+
+def test_links_of_the_readme_lead_somewhere():
+    for text in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md"):
+        source = ROOT / text
+        for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", source.read_text()):
+            if not link.startswith("http"):
+                assert (source.parent / link).exists(), f"{text}: {link}"
 
 
 def test_links_lead_somewhere(site):

@@ -24,6 +24,8 @@ _TITLES = {
     "divergences-cuda": "Divergences and gumbel_softmax",
     "families-cpu": "The other families on a CPU",
     "families-cuda": "The other families",
+    "first-use-cpu": "The first use",
+    "first-use-cuda": "The first use",
     "gather-cuda": "Gather and scatter",
     "gradient-sum-cuda": "A training step with GradientSum",
     "gradient-sum-kernels-cuda": "GradientSum's kernels",
