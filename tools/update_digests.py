@@ -3,8 +3,8 @@
     python tools/update_digests.py [OPERATION...]
 
 The digests of `isograd verify` are those of the NumPy reference, which defines the results, not of any kernel. The
-script then lets every kernel of this machine check against them, and trains the demo once. With names of operations
-it computes those and the optimizers' alone; the others and the demo keep what is published. Run it after a change of
+script then lets every kernel of this machine check against them, and trains the demo's models. With names of operations
+it computes those and the optimizers' alone; the others and the demos keep what is published. Run it after a change of
 the contract or of the cases, and look at what changed: a digest that moves without a change of the contract is a bug.
 """
 
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from isograd.cli import check, training
+from isograd.cli import check, demo_lm, training
 from isograd.cli.suites import SUITES, cases
 from isograd.core import registry
 from isograd.core.cases import Case, Suite
@@ -51,10 +51,12 @@ def main(named: list[str]) -> int:
     with default_environment():
         digests["optimizers"] = {c.name: check.results_digest(c.expected()) for c in optimizers.cases()}
     if named:
-        digests["demo"] = before["demo"]
+        digests |= {key: before[key] for key in ("demo", "language_model")}
     else:
         run = training.train(training.load_data(), training.EPOCHS, training.SEED)
         digests["demo"] = {"epochs": training.EPOCHS, "seed": training.SEED, "weights": training.digest(run)}
+        lengths = [int(steps) for steps in before["language_model"]["weights"]]
+        digests["language_model"] = demo_lm.published_entry(lengths)
     status, differs = 0, False
     for entry in registry.kernels():
         if entry.operation in (named or SUITES) and entry.device in check.DEVICES:

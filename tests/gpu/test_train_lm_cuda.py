@@ -1,9 +1,11 @@
-"""The example that trains a language model, on GPUs: the digest of every machine."""
+"""The language model of the example and of the demo, on GPUs: the digest of every machine."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 torch = pytest.importorskip("torch", reason="needs torch")
 if not torch.cuda.is_available():
@@ -12,9 +14,20 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
 from test_train_lm import ORDER_FREE, PUBLISHED, ranks  # noqa: E402
 
+from isograd.cli.main import app  # noqa: E402
+
 
 def test_order_free_products_give_the_published_digest() -> None:
     assert ranks(1, *ORDER_FREE, "4", "--device", "cuda") == PUBLISHED[4]
+
+
+def test_the_demo_gives_it(tmp_path: Path) -> None:
+    command = ["demo", "--model", "lm", "--device", "cuda", "--json", "--output", str(tmp_path)]
+    found = CliRunner().invoke(app, command)
+    assert found.exit_code == 0, found.output
+    report = json.loads(found.stdout)
+    assert report["agrees"]
+    assert report["sha256"] == PUBLISHED[report["steps"]]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -15,13 +15,11 @@ from typer.testing import CliRunner
 
 import isograd as ig
 import isograd.torch as igt
+from isograd.cli import check
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_lm.py"
-# Of every machine with order-free products, after so many steps (docs/reproducible_training.md).
-PUBLISHED = {
-    4: "c649be74c5a470981e643ece2c57e3ceda0e1a3dbd4f82027d72f10b18b2d197",
-    20: "a72043722fc9c5ef2007c1d22864e93d3584b81252f59aabe2a6facf28010215",
-}
+# Of every machine with order-free products, after so many steps.
+PUBLISHED = {int(steps): weights for steps, weights in check.published()["language_model"]["weights"].items()}
 ORDER_FREE = ["--products", "int16", "--text", str(EXAMPLE.parents[1] / "LICENSE"), "--steps"]
 
 
@@ -91,6 +89,13 @@ def test_it_learns(example):
 @pytest.mark.usefixtures("short")
 def test_order_free_products_give_the_published_digest(example):
     assert run(example, *ORDER_FREE, "4") == PUBLISHED[4]
+
+
+def test_what_is_written_about_it_quotes_the_published_digests():
+    root = EXAMPLE.parents[1]
+    assert set(PUBLISHED) == {4, 20}
+    assert f"`{PUBLISHED[4][:8]}…{PUBLISHED[4][-8:]}`" in (root / "README.md").read_text("utf-8")
+    assert PUBLISHED[20] in (root / "docs" / "reproducible_training.md").read_text("utf-8")
 
 
 def test_nothing_in_a_step_by_order_free_products_depends_on_an_order_or_the_machine(example):

@@ -1,4 +1,4 @@
-"""`isograd demo`: trains a mixture of experts on real data, to the same bits as on every other machine."""
+"""`isograd demo`: trains a model on real data, to the same bits as on every other machine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from isograd.cli import models, training
+from isograd.cli import demo_lm, models, training
 from isograd.cli.check import published
 from isograd.cli.files import OutputError, checked_folder, save
+from isograd.cli.options import require_accepted
 from isograd.cli.progress import (
     INTERRUPTED,
     Activity,
@@ -23,26 +24,51 @@ from isograd.cli.progress import (
     message_console,
     optional,
     output_console,
+    tell_digest,
 )
-from isograd.cli.verify import ISSUES
+from isograd.errors import InvalidProblemError
 
 TARGET = 0.96  # what a right run reaches on held-out images
+_MODELS = ("digits", "lm")
+_ACCEPTED = f"Accepted: {', '.join(_MODELS)}."
 
 
 def demo(
+    model: Annotated[
+        str, typer.Option(help=f"What to train: experts on handwritten digits, or a language model. {_ACCEPTED}")
+    ] = "digits",
     output: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path(),
     epochs: Annotated[
-        int, typer.Option(min=1, help="Passes over the training images, of each model.")
-    ] = training.EPOCHS,
+        int | None, typer.Option(min=1, help=f"digits: passes over the images, of each model. [{training.EPOCHS}]")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help=f"lm: training steps. [{demo_lm.STEPS}]")] = None,
+    device: Annotated[str, typer.Option(help="lm: where to train. Accepted: cpu, cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(min=0, help="Seed of initial weights and shuffling.")] = training.SEED,
     as_json: Annotated[bool, typer.Option("--json", help="Print a machine-readable report.")] = False,
 ) -> None:
-    """Train a mixture of experts on handwritten digits and compare the final weights with the published ones.
+    """Train a model on real data and compare its final weights with the published ones.
 
-    A teacher of two layers learns the digits first, then the mixture learns from the teacher's scores. The exit status
-    is 0 if the SHA-256 of all weights is the published one, 1 if it differs, and 130 after Ctrl-C. Another number of
-    epochs or another seed has no published one.
+    digits: a teacher of two layers learns handwritten digits first, then a mixture of experts learns from the teacher's
+    scores; NumPy alone. lm: a small transformer with experts learns the text of isograd's license in PyTorch, all its
+    matrix products order-free, on a CPU or a GPU. The exit status is 0 if the SHA-256 of all weights is the published
+    one, 1 if it differs, and 130 after Ctrl-C. Other numbers of epochs or steps and another seed may have no published
+    one.
     """
+    require_accepted("--model", [model], _MODELS)
+    require_accepted("--device", [device], ("cpu", "cuda"))
+    if model == "lm":
+        if epochs is not None:
+            raise InvalidProblemError(f"--epochs is {epochs}, which --model digits has; --model lm takes --steps")
+        demo_lm.demo(output, steps or demo_lm.STEPS, device, seed, as_json)
+        return
+    if steps is not None:
+        raise InvalidProblemError(f"--steps is {steps}, which --model lm has; --model digits takes --epochs")
+    if device != "cpu":
+        raise InvalidProblemError(f"--device is {device!r}; --model digits trains on the CPU, --model lm on both")
+    _digits(output, epochs or training.EPOCHS, seed, as_json)
+
+
+def _digits(output: Path, epochs: int, seed: int, as_json: bool) -> None:
     console, messages = output_console(), message_console()
     data = training.load_data()
     checked_folder(output)
@@ -126,21 +152,11 @@ def _show(
     )
     if plot is not None:
         console.print(f"Training curve, and which expert serves which digit: {plot}", soft_wrap=True)
-    console.print(f"\nSHA-256 of the final weights: {digest}", soft_wrap=True)
-    if expected is None:
-        console.print(
-            f"There is no published digest for {count} epochs with this seed; the one above is still the same on every "
-            f"machine. The published one is for {training.EPOCHS} epochs and seed {training.SEED}."
-        )
-        return
-    console.print(f"published:                    {expected}", soft_wrap=True)
-    if digest == expected:
-        console.print("[green]They agree:[/green] every weight has the same bits as on every other machine.")
-    else:
-        console.print(
-            "[red]They differ.[/red] `isograd verify` tells which kernel is at fault; please report its output at "
-            f"{ISSUES}."
-        )
+    tell_digest(
+        console, digest, expected,
+        f"{count} epochs with this seed; the one above is still the same on every machine. The published one is for "
+        f"{training.EPOCHS} epochs and seed {training.SEED}.",
+    )  # fmt: skip
 
 
 def _plot(run: training.Run, service: NDArray[np.float64], folder: Path, messages: Console) -> Path | None:

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from isograd.errors import IsogradError
 
+ISSUES = "https://github.com/isograd/isograd/issues"
 INTERRUPTED = 130  # the exit status of a command that Ctrl-C ended, as shells have it
 _INTERVAL = 5.0  # seconds between two lines of progress where there is no terminal
 _COMPILING = "Compiling kernels that this machine has not used yet; they are kept on disk."
@@ -77,6 +78,22 @@ def until_interrupted() -> Iterator[list[KeyboardInterrupt]]:
         yield caught
     except KeyboardInterrupt as interrupt:
         caught.append(interrupt)
+
+
+def tell_digest(console: Console, digest: str, expected: str | None, otherwise: str) -> None:
+    """Show the digest of trained weights beside the published one, or say why there is none."""
+    console.print(f"\nSHA-256 of the final weights: {digest}", soft_wrap=True)
+    if expected is None:
+        console.print(f"There is no published digest for {otherwise}", soft_wrap=True)
+        return
+    console.print(f"published:                    {expected}", soft_wrap=True)
+    if digest == expected:
+        console.print("[green]They agree:[/green] every weight has the same bits as on every other machine.")
+    else:
+        console.print(
+            "[red]They differ.[/red] `isograd verify` tells which kernel is at fault; please report its output at "
+            f"{ISSUES}."
+        )
 
 
 class Activity(event.Listener):

@@ -19,13 +19,12 @@ from isograd.cli import ahead
 from isograd.cli.check import INVARIANCES, WIDE_ORACLE, Report, published, verify_kernel
 from isograd.cli.devices import DEVICES
 from isograd.cli.options import TYPES, Operations, Types, require_accepted
-from isograd.cli.progress import INTERRUPTED, Activity, message_console, output_console, until_interrupted
+from isograd.cli.progress import INTERRUPTED, ISSUES, Activity, message_console, output_console, until_interrupted
 from isograd.cli.suites import SUITES, cases
 from isograd.core import registry
 from isograd.errors import InvalidProblemError
 from isograd.runtime import compilation, parallel
 
-ISSUES = "https://github.com/isograd/isograd/issues"
 _SHOWN_FAILURES = 12
 _LONG = 1.0  # seconds of compiling after which other processes help
 _REQUEST = (
