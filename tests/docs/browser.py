@@ -30,6 +30,8 @@ WIDE = {"width": 1280, "height": 900}
 PICTURES = (
     "index",
     "guides/pytorch",
+    "guides/tuning",
+    "reproducible_training",
     "explanation/order",
     "reference/softmax",
     "figures/cuda-nvidia-h200",
