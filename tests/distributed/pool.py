@@ -39,11 +39,20 @@ def _serve(rank: int, size: int, store: str, backend: str, connection: Any) -> N
     os._exit(0)  # without the end of the process group, which waits for other ranks
 
 
+def _context(backend: str) -> Any:
+    """How processes start: as copies of one that has imported what all need, but where they use a GPU."""
+    if backend == "nccl":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["isograd.torch.distributed", "torch.distributed.fsdp"])
+    return context
+
+
 class Ranks:
     """So many processes; `run` calls a function of a module on the first n of them."""
 
     def __init__(self, size: int, folder: Path, backend: str = "gloo") -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _context(backend)
         pipes = [context.Pipe() for _ in range(size)]
         self._pipes = [mine for mine, _ in pipes]
         self._processes = [
