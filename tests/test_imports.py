@@ -5,33 +5,34 @@ import sys
 
 import pytest
 
-# module: what it leaves to the call that needs it
-LEFT = {
-    "isograd": ("numba", "torch", "triton", "mlx", "matplotlib"),
-    "isograd.torch": (
+# What each statement leaves to the call that needs it, one after the other in a process.
+NUMPY = {"import isograd": ("numba", "torch", "triton", "mlx", "matplotlib")}
+TORCH = {
+    "import isograd.torch as igt": (
         "torch._dynamo",
         "torch.distributed.tensor",
         "triton",
         "transformers",
         "isograd.torch.distributed",
     ),
+    "igt.distributed.GradientSum": ("torch.distributed.fsdp", "triton"),
 }
 
 
-@pytest.mark.parametrize("module", LEFT)
-def test_an_import_leaves_what_it_does_not_need(module):
-    if module == "isograd.torch":
-        pytest.importorskip("torch", reason="needs torch")
-    code = f"import sys, {module}; print([m for m in {LEFT[module]} if m in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "[]\n"
+def found_after(statements, last="True"):
+    """What is loaded after each statement of those that it leaves, and then what an expression is."""
+    code = "import sys\n"
+    for statement, left in statements.items():
+        code += f"{statement}\nprint([m for m in {left} if m in sys.modules])\n"
+    done = subprocess.run([sys.executable, "-c", f"{code}print({last})"], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
 
 
-def test_sums_over_ranks_are_imported_when_they_are_asked_for():
+def test_an_import_leaves_what_it_does_not_need():
+    assert found_after(NUMPY) == ["[]", "True"]
+
+
+def test_an_import_for_torch_leaves_sums_over_ranks_until_they_are_asked_for():
     pytest.importorskip("torch", reason="needs torch")
-    code = (
-        "import sys, isograd.torch as igt; total = igt.distributed.GradientSum; import isograd.torch.distributed as d; "
-        "print(total is d.GradientSum, [m for m in ('torch.distributed.fsdp', 'triton') if m in sys.modules])"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "True []\n"
+    same = "igt.distributed.GradientSum is sys.modules['isograd.torch.distributed'].GradientSum"
+    assert found_after(TORCH, same) == ["[]", "[]", "True"]
