@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-# ruff: noqa: N803
+# ruff: noqa: N803, RET505, SIM108
+# A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """Sums over the rows in Triton, for the gradients of weights and biases of norms: dy v and dy of every column.
 
 v = x r, or (x - mean) r where rows are CENTERED. Integers are added by atomics, whose order leaves no trace. Columns of
@@ -7,6 +8,7 @@ the weight come before those of the bias in keys and words where both are asked 
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,23 +22,31 @@ from isograd.numerics import triton_sum as sums
 from isograd.numerics import triton_terms as terms
 from isograd.rows.triton_launch import Strides
 
+_ROUNDS = tl.constexpr(256)  # of limbs that an int32 holds
+
 
 @triton.jit
 def _terms(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, row, stop, column, n, shape, dy_steps, x_steps, mean_steps, rstd_steps, dy_axis,
-    x_axis, CENTERED: tl.constexpr,
+    x_axis, CENTERED: tl.constexpr, MASKED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """The terms (dy v, dy) [rows, columns], zero outside."""
-    inside, mask = row < stop, (row < stop)[:, None] & (column < n)[None, :]
+    inside = row < stop
+    mask = inside[:, None]
+    if MASKED:
+        mask = mask & (column < n)[None, :]
     dy_ptr += memory.element_offset(row, shape, dy_steps)[:, None] + column[None, :] * dy_axis
     x_ptr += memory.element_offset(row, shape, x_steps)[:, None] + column[None, :] * x_axis
     r = tl.load(rstd_ptr + memory.element_offset(row, shape, rstd_steps), mask=inside, other=0.0)
-    dy = ops.widen(tl.load(dy_ptr, mask=mask, other=0.0), False)
-    x = ops.widen(tl.load(x_ptr, mask=mask, other=0.0), False)
+    dy = ops.widen(tl.load(dy_ptr, mask=mask, other=0.0), NATIVE)
+    x = ops.widen(tl.load(x_ptr, mask=mask, other=0.0), NATIVE)
     if CENTERED:
         mean = tl.load(mean_ptr + memory.element_offset(row, shape, mean_steps), mask=inside, other=0.0)
         x = x - mean[:, None]
-    return tl.where(mask, dy * (x * r[:, None]), 0.0), dy
+    p = dy * (x * r[:, None])
+    if MASKED:  # a row that is not finite has NaN beyond its end as well
+        p = tl.where(mask, p, 0.0)
+    return p, dy
 
 
 @triton.jit
@@ -52,7 +62,7 @@ def _chunk(chunks, length, count, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def column_keys(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, keys_ptr, n, count, chunks, length, shape, dy_steps, x_steps, mean_steps,
     rstd_steps, dy_axis, x_axis, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CENTERED: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, MASKED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """The key of the largest term of every column."""
     row, stop, column = _chunk(chunks, length, count, ROWS, COLUMNS)
@@ -61,7 +71,7 @@ def column_keys(
     for start in range(0, length, ROWS):
         p, dy = _terms(
             dy_ptr, x_ptr, mean_ptr, rstd_ptr, row + start, stop, column, n, shape, dy_steps, x_steps, mean_steps,
-            rstd_steps, dy_axis, x_axis, CENTERED,
+            rstd_steps, dy_axis, x_axis, CENTERED, MASKED, NATIVE,
         )  # fmt: skip
         if WEIGHT:
             key = tl.maximum(key, terms.term_key(p))
@@ -83,8 +93,30 @@ def _scale(keys_ptr, column, n):
 
 
 @triton.jit
+def _limbs(p, scale, magic, low_scale, high, low):
+    more_high, more_low = sums.split_term_bits(p, scale, magic, low_scale)
+    return high + more_high, low + more_low
+
+
+@triton.jit
+def _parts(high, low, magic, rounds):
+    """The parts of terms from the sums of so many limbs that still stand on the bits of their constants."""
+    rounds = memory.wide_int(rounds).to(high.dtype)
+    high -= rounds * ops.as_int(magic)  # modulo the width
+    if high.dtype == tl.int64:
+        return high, low - rounds * ops.MAGIC_BITS_64
+    else:
+        term = (high.to(tl.int64) << 23) + (low - rounds * ops.MAGIC_BITS_32).to(tl.int64)
+        return term, term
+
+
+@triton.jit
 def _add_up(words_ptr, columns, a, b, special, key, mask, WORDS: tl.constexpr, wide: tl.constexpr):
-    a, b, special = tl.sum(a, axis=0), tl.sum(b, axis=0), tl.sum(special, axis=0)
+    a = tl.sum(a, axis=0)
+    if wide:
+        b = tl.sum(b, axis=0)
+    else:
+        b = a
     terms.accumulate(words_ptr, columns, a, b, special, key, mask, WORDS, wide)
 
 
@@ -92,33 +124,52 @@ def _add_up(words_ptr, columns, a, b, special, key, mask, WORDS: tl.constexpr, w
 def column_parts(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, keys_ptr, words_ptr, n, count, chunks, length, shape, dy_steps, x_steps,
     mean_steps, rstd_steps, dy_axis, x_axis, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CENTERED: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, WORDS: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, MASKED: tl.constexpr, NATIVE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """The integer sums of every column, added up in memory."""
     row, stop, column = _chunk(chunks, length, count, ROWS, COLUMNS)
-    wide: tl.constexpr = rstd_ptr.dtype.element_ty == tl.float64
-    zero = tl.zeros((ROWS, COLUMNS), tl.int64)
-    a, b, special = zero, zero, tl.zeros((ROWS, COLUMNS), rstd_ptr.dtype.element_ty)
-    bias_a, bias_b, bias_special = a, b, special
+    work: tl.constexpr = rstd_ptr.dtype.element_ty
+    wide: tl.constexpr = work == tl.float64
+    narrow: tl.constexpr = tl.int64 if wide else tl.int32
+    a = tl.zeros((ROWS, COLUMNS), tl.int64)
+    b, bias_a, bias_b = a, a, a
     key, scale, magic, low_scale = _scale(keys_ptr, column, n)
     bias_key, bias_scale, bias_magic, bias_low = key, scale, magic, low_scale
     if WEIGHT and BIAS:
         bias_key, bias_scale, bias_magic, bias_low = _scale(keys_ptr + n, column, n)
-    for start in range(0, length, ROWS):
-        p, dy = _terms(
-            dy_ptr, x_ptr, mean_ptr, rstd_ptr, row + start, stop, column, n, shape, dy_steps, x_steps, mean_steps,
-            rstd_steps, dy_axis, x_axis, CENTERED,
-        )  # fmt: skip
+    for start in range(0, length, ROWS * _ROUNDS):
+        high = tl.zeros((ROWS, COLUMNS), narrow)
+        low, bias_high, bias_low_sum = high, high, high
+        rounds = tl.minimum(_ROUNDS, tl.cdiv(length - start, ROWS))
+        for i in range(rounds):
+            p, dy = _terms(
+                dy_ptr, x_ptr, mean_ptr, rstd_ptr, row + start + i * ROWS, stop, column, n, shape, dy_steps, x_steps,
+                mean_steps, rstd_steps, dy_axis, x_axis, CENTERED, MASKED, NATIVE,
+            )  # fmt: skip
+            if WEIGHT:
+                high, low = _limbs(p, scale, magic, low_scale, high, low)
+            if BIAS:
+                bias_high, bias_low_sum = _limbs(dy, bias_scale, bias_magic, bias_low, bias_high, bias_low_sum)
         if WEIGHT:
-            more_a, more_b = terms.term_parts(p, scale, magic, low_scale)
+            more_a, more_b = _parts(high, low, magic, rounds)
             a += more_a
-            b += more_b
-            special += terms.special_terms(p)
+            if wide:
+                b += more_b
         if BIAS:
-            more_a, more_b = terms.term_parts(dy, bias_scale, bias_magic, bias_low)
+            more_a, more_b = _parts(bias_high, bias_low_sum, bias_magic, rounds)
             bias_a += more_a
-            bias_b += more_b
-            bias_special += terms.special_terms(dy)
+            if wide:
+                bias_b += more_b
+    special = tl.zeros((COLUMNS,), work)
+    bias_special = special
+    if not terms.key_is_finite(tl.maximum(tl.max(key, axis=0), tl.max(bias_key, axis=0))):
+        for start in range(0, length, ROWS):
+            p, dy = _terms(
+                dy_ptr, x_ptr, mean_ptr, rstd_ptr, row + start, stop, column, n, shape, dy_steps, x_steps, mean_steps,
+                rstd_steps, dy_axis, x_axis, CENTERED, MASKED, NATIVE,
+            )  # fmt: skip
+            special += tl.sum(terms.special_terms(p), axis=0)
+            bias_special += tl.sum(terms.special_terms(dy), axis=0)
     columns = n * (WEIGHT + BIAS)
     if WEIGHT:
         _add_up(words_ptr + column, columns, a, b, special, key, column < n, WORDS, wide)
@@ -141,7 +192,8 @@ def column_finish(
 
 
 # --- launches --------------------------------------------------------------------------------------------------------
-_ROWS, _COLUMNS, _MOST_ROWS = 8, 128, 1 << 17  # of a tile; terms whose integer parts add up in one word each
+_WAVES, _WARPS, _REGISTERS = 4, 4, None
+_ROWS, _COLUMNS, _MOST_ROWS = 8, 256, 1 << 17  # of a tile; terms whose integer parts add up in one word each
 
 
 class _Sums(NamedTuple):
@@ -160,6 +212,7 @@ def _sums(
     out_steps: Strides,
     words: int,
     multiprocessors: int,
+    arch: int,
     _: Any,
 ) -> _Sums:
     n, others = shape[axis], [d for d in range(len(shape)) if d != axis]
@@ -168,12 +221,15 @@ def _sums(
     sizes, steps = merged([shape[d] for d in others], outer)
     steps = steps or [(0, 0, 0, 0)]
     count, blocks, columns = math.prod(sizes), -(-n // _COLUMNS), n * len(out_steps)
-    chunks = max(min(-(-4 * multiprocessors // blocks), -(-count // _ROWS)), -(-count // _MOST_ROWS))
+    chunks = max(min(-(-_WAVES * multiprocessors // blocks), -(-count // _ROWS)), -(-count // _MOST_ROWS))
     length = -(-count // (chunks * _ROWS)) * _ROWS
     # Nobody divides by the first size, which varies with the number of rows.
     walk = ((0, *sizes[1:]), *(tuple(step[t] for step in steps) for t in range(4)))
     bias = len(out_steps) > weight
-    tail = (n, count, chunks, length, *walk, dy[axis], x[axis], _ROWS, _COLUMNS, centered, weight, bias)
+    masked, native = n % _COLUMNS != 0, arch >= 90
+    tail = (
+        n, count, chunks, length, *walk, dy[axis], x[axis], _ROWS, _COLUMNS, centered, weight, bias, masked, native
+    )  # fmt: skip
     free = ("count", "chunks", "length")
     finish = [
         Launcher(column_finish, Specification((n, columns, i * n, step, _COLUMNS, words), blocks))
@@ -181,7 +237,7 @@ def _sums(
     ]
     return _Sums(
         Launcher(column_keys, Specification(tail, chunks * blocks, free=free)),
-        Launcher(column_parts, Specification((*tail, words), chunks * blocks, free=free)),
+        Launcher(column_parts, Specification((*tail, words), chunks * blocks, _WARPS, free=free, registers=_REGISTERS)),
         tuple(finish),
     )
 
@@ -194,25 +250,29 @@ def sums_over_rows(
     mean: torch.Tensor | None = None,
     dweight: torch.Tensor | None = None,
     dbias: torch.Tensor | None = None,
+    find: Callable[[torch.Tensor], None] | None = None,
 ) -> None:
-    """Write what is asked for: the gradients of a norm's weight and of its bias."""
+    """Write what is asked for, of x with elements: the gradients of a norm's weight and of its bias.
+
+    find: what puts the keys of the columns' largest terms into memory, which is zero before.
+    """
     outputs = [t for t in (dweight, dbias) if t is not None]
-    if x.numel() == 0:
-        for out in outputs:
-            out.zero_()
-        return
     center = rstd if mean is None else mean
     double = rstd.dtype == torch.float64
     words, n = 4 if double else 2, x.shape[axis]
-    strides, dtypes = (dy.stride(), x.stride(), center.stride(), rstd.stride()), (x.dtype, architecture(x))
+    strides = (dy.stride(), x.stride(), center.stride(), rstd.stride())
     steps = tuple([out.stride(0) for out in outputs])
     found = _sums(
-        axis, tuple(x.shape), strides, mean is not None, dweight is not None, steps, words, processors(x), dtypes
-    )
+        axis, tuple(x.shape), strides, mean is not None, dweight is not None, steps, words, processors(x),
+        architecture(x), x.dtype,
+    )  # fmt: skip
     columns = n * len(outputs)
     keys = torch.zeros(columns, dtype=torch.int64 if double else torch.int32, device=x.device)
     sums_of_parts = torch.zeros(words * columns, dtype=torch.int64, device=x.device)
-    found.keys(dy, x, center, rstd, keys)
+    if find is None:
+        found.keys(dy, x, center, rstd, keys)
+    else:
+        find(keys)
     found.parts(dy, x, center, rstd, keys, sums_of_parts)
     for finish, out in zip(found.finish, outputs, strict=True):
         finish(keys, sums_of_parts, out)

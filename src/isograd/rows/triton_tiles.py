@@ -13,6 +13,7 @@ import triton.language as tl
 from isograd.numerics import triton_memory as memory
 from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
+from isograd.numerics import triton_terms as terms
 from isograd.rows import triton_rows as rows
 
 _DOWN_64 = tl.constexpr(2.0**-512)
@@ -172,3 +173,27 @@ def mean(high, low, exponent, special, key, n, work: tl.constexpr):
 def along(base, stride, column, n):
     """A tile of what all rows share, one for each place of the axis."""
     return ops.widen(tl.load(base + column * stride, mask=column < n, other=0.0), False)
+
+
+@triton.jit
+def held_mean(p, n, work: tl.constexpr, ROWS: tl.constexpr):
+    """The mean of the terms of rows that a tile holds, zero beyond their end."""
+    if ROWS == 1:
+        # What is not finite takes a way of its own, so that the largest magnitude is all that is looked for.
+        key = tl.max(ops.magnitude_key(rows.thread_maximum(tl.abs(p))), axis=0)
+        special = tl.zeros((ROWS,), work)
+        if not terms.key_is_finite(tl.max(key, axis=0)):
+            special += tl.sum(terms.special_terms(p))
+    else:
+        most, least = rows.thread_extremes(p, p)
+        most, least = rows.row_extremes(most, least)
+        key, special = rows.largest_terms(most, least)
+    exponent, scale, magic, low_scale = sums.term_scale(key)
+    high, low = limbs(p, scale, magic, low_scale)
+    if work == tl.float64:
+        hi, lo = rows.wide_sum(high, low, work)
+        s = rows.order_free_sum(hi, lo, exponent, special, key, True, work)
+    else:
+        lo = rows.narrow_sum(high, low)
+        s = rows.order_free_sum(lo, lo, exponent, special, key, False, work)
+    return ops.divide(s, tl.zeros_like(s) + memory.wide_int(n).to(work))

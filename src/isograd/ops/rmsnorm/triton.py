@@ -14,7 +14,7 @@ from isograd.numerics import triton_ops as ops
 from isograd.numerics.storage import compute_dtype
 from isograd.rows import triton_tiles as tiles
 from isograd.rows.triton_launch import Tile, launch_rows, standing_in, words_of
-from isograd.rows.triton_sums import sums_over_rows
+from isograd.rows.triton_norms import gradients
 from isograd.runtime.fenv import default_environment
 
 
@@ -173,16 +173,16 @@ def rmsnorm_backward(
     size: Tile | None = None,
 ) -> None:
     """Compute dx, which may be dy or x, and dweight where it is asked for."""
-    if dweight is not None:  # first: dx may overwrite what it is made of
-        sums_over_rows(problem.axis, dy, x, rstd, dweight=dweight)
-    if dx.numel() == 0:
-        return
-    launch_rows(
-        rmsnorm_backward_rows,
-        problem.axis,
-        {"dy": dy, "x": x, "dx": dx},
-        per_row={"rstd": rstd},
-        one_row={"weight": standing_in(weight, x)},
-        constants={"WEIGHTED": weight is not None},
-        size=size,
-    )
+
+    def in_tiles() -> None:
+        launch_rows(
+            rmsnorm_backward_rows,
+            problem.axis,
+            {"dy": dy, "x": x, "dx": dx},
+            per_row={"rstd": rstd},
+            one_row={"weight": standing_in(weight, x)},
+            constants={"WEIGHTED": weight is not None},
+            size=size,
+        )
+
+    gradients(problem.axis, dy, x, rstd, dx, in_tiles, weight=weight, dweight=dweight, held=size is None)
