@@ -16,6 +16,7 @@ import triton.language as tl
 from isograd.devices.triton_launcher import Launcher, Specification, architecture, kept, power_of_two, processors, rows
 from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_terms as terms
+from isograd.rows import triton_elements as elements
 from isograd.rows import triton_tiles as tiles
 from isograd.rows.triton_launch import Strides, standing_in
 from isograd.rows.triton_sums import sums_over_rows
@@ -32,11 +33,65 @@ def _load(ptr, row, column, step, n, count, MASKED: tl.constexpr, NATIVE: tl.con
 
 
 @triton.jit
+def _along(ptr, step, column, n, MASKED: tl.constexpr, NATIVE: tl.constexpr):
+    """What all rows share."""
+    if MASKED:
+        w = tl.load(ptr + column * step, mask=column < n, other=0.0)
+    else:
+        w = tl.load(ptr + column * step)
+    return ops.widen(w, NATIVE)
+
+
+@triton.jit
+def _store(ptr, row, column, step, n, count, y, MASKED: tl.constexpr):
+    pointers = ptr + (tiles.broad(row) * step + column)
+    if MASKED:
+        tl.store(pointers, y, mask=tiles.broad(row < count) & (column < n))
+    else:
+        tl.store(pointers, y)
+
+
+@triton.jit(do_not_specialize=["eps_low", "eps_high"])
+def norm_rows(
+    weight_ptr, bias_ptr, mean_ptr, rstd_ptr, residual_ptr, x_ptr, summed_ptr, y_ptr, eps_low, eps_high, n, count,
+    weight_step, bias_step, mean_step, rstd_step, residual_step, x_step, summed_step, y_step, CENTERED: tl.constexpr,
+    WEIGHTED: tl.constexpr, BIASED: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    GROUP: tl.constexpr, V: tl.constexpr, MASKED: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Rows of the result, which may be x, and of the sum with the residual."""
+    work: tl.constexpr = rstd_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < count
+    column = tiles.columns(BLOCK, GROUP, V)
+    x = _load(x_ptr, row, column, x_step, n, count, MASKED, NATIVE)
+    if RESIDUAL:
+        x += _load(residual_ptr, row, column, residual_step, n, count, MASKED, NATIVE)
+        summed = ops.narrow(x, summed_ptr.dtype.element_ty, NATIVE)
+        _store(summed_ptr, row, column, summed_step, n, count, summed, MASKED)
+        x = ops.widen(summed, NATIVE)
+    if CENTERED:
+        mean = tiles.held_mean(x, n, work, ROWS)
+        tl.store(mean_ptr + row * mean_step, ops.narrow(mean, work, False), mask=inside)
+        x -= tiles.broad(mean)
+        if MASKED:
+            x = tl.where(column < n, x, 0.0)
+    r = tiles.held_mean(x * x, n, work, ROWS) + tiles.number(eps_low, eps_high, work)
+    r = ops.divide(1.0, ops.root(r))
+    tl.store(rstd_ptr + row * rstd_step, ops.narrow(r, work, False), mask=inside)
+    y = x * tiles.broad(r)
+    if WEIGHTED:
+        y *= _along(weight_ptr, weight_step, column, n, MASKED, NATIVE)
+    if BIASED:
+        y += _along(bias_ptr, bias_step, column, n, MASKED, NATIVE)
+    _store(y_ptr, row, column, y_step, n, count, ops.narrow(y, y_ptr.dtype.element_ty, NATIVE), MASKED)
+
+
+@triton.jit
 def norm_backward_rows(
-    weight_ptr, mean_ptr, rstd_ptr, dy_ptr, x_ptr, dx_ptr, keys_ptr, n, count, weight_step, mean_step, rstd_step,
-    dy_step, x_step, dx_step, CENTERED: tl.constexpr, WEIGHTED: tl.constexpr, DX: tl.constexpr, WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr,
-    MASKED: tl.constexpr, NATIVE: tl.constexpr,
+    weight_ptr, mean_ptr, rstd_ptr, dy_ptr, dsummed_ptr, x_ptr, dx_ptr, keys_ptr, n, count, weight_step, mean_step,
+    rstd_step, dy_step, dsummed_step, x_step, dx_step, CENTERED: tl.constexpr, WEIGHTED: tl.constexpr,
+    ADDED: tl.constexpr, DX: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr, MASKED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Write dx where it is asked for (DX), and the keys of every column's largest terms of dweight and of dbias."""
     work: tl.constexpr = rstd_ptr.dtype.element_ty
@@ -64,12 +119,7 @@ def norm_backward_rows(
             g = dy
             if WEIGHTED:
                 # An offset of 0, which no compiler can tell: the weight is read again for every row, from the cache.
-                w_ptr = weight_ptr + tl.minimum(first, 0) * V + column * weight_step
-                if MASKED:
-                    w = tl.load(w_ptr, mask=column < n, other=0.0)
-                else:
-                    w = tl.load(w_ptr)
-                g = dy * ops.widen(w, NATIVE)
+                g = dy * _along(weight_ptr + tl.minimum(first, 0) * V, weight_step, column, n, MASKED, NATIVE)
             if CENTERED:
                 if MASKED:
                     g = tl.where(mask, g, 0.0)
@@ -78,11 +128,10 @@ def norm_backward_rows(
                 h = g
             a = tiles.broad(tiles.held_mean(g * v, n, work, ROWS))
             y = ops.narrow(r * (h - v * a), dx_ptr.dtype.element_ty, NATIVE)
-            to = dx_ptr + (tiles.broad(row) * dx_step + column)
-            if MASKED:
-                tl.store(to, y, mask=mask)
-            else:
-                tl.store(to, y)
+            if ADDED:
+                y = ops.widen(y, NATIVE) + _load(dsummed_ptr, row, column, dsummed_step, n, count, MASKED, NATIVE)
+                y = ops.narrow(y, dx_ptr.dtype.element_ty, NATIVE)
+            _store(dx_ptr, row, column, dx_step, n, count, y, MASKED)
     if WEIGHT:
         _keep(keys_ptr, column, n, best)
         keys_ptr += n
@@ -96,44 +145,109 @@ def _keep(keys_ptr, column, n, best):
     tl.atomic_max(keys_ptr + column, key, mask=column < n, sem="relaxed")
 
 
+@triton.jit
+def added(a_ptr, b_ptr, y_ptr, n, shape, a_strides, b_strides, y_strides, BLOCK: tl.constexpr):
+    """The sum of two arrays in any layout; y may be either."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < n
+    a = elements.load(a_ptr, index, shape, a_strides, mask)
+    elements.store(y_ptr, index, shape, y_strides, mask, a + elements.load(b_ptr, index, shape, b_strides, mask))
+
+
 # --- launches --------------------------------------------------------------------------------------------------------
-_GROUP = 64  # bytes of the work type in a thread of each tile
+_GROUP = 64  # bytes of the work type that a thread has of each tile
 _REGISTERS: int | None = None
 _LONGEST = 1 << 15  # bytes of the work type in a row that is held
 
 
 @kept
 def _held(
+    kernel: Any,
     axis: int,
     shape: Strides,
+    along: int,
+    per_row: int,
     strides: tuple[Strides, ...],
     flags: tuple[bool, ...],
     itemsize: int,
     double: bool,
     arch: int,
-    multiprocessors: int,
+    programs: int,
     _: Any,
 ) -> Launcher | None:
-    """The kernel of a problem whose rows lie one after the other; None of another one."""
+    """The kernel of a problem whose rows lie one after the other; None of another one.
+
+    strides: of so many arrays along the axis, of so many without it, and of whole rows. programs: that stay; 0 for one
+    a tile.
+    """
     n, wide = shape[axis], 8 if double else 4
-    weight, *per_row = strides[:3]
-    spread = [*[(*s[:axis], 0, *s[axis:]) for s in per_row], *strides[3:]]
+    first = strides[:along]
+    spread = [*[(*s[:axis], 0, *s[axis:]) for s in strides[along : along + per_row]], *strides[along + per_row :]]
     problem = rows(shape, spread, axis)
     block = power_of_two(n)
-    if problem.outer_shape or any(s != 1 for s in problem.axis_strides[2:]) or block * wide > _LONGEST:
+    if problem.outer_shape or any(s != 1 for s in problem.axis_strides[per_row:]) or block * wide > _LONGEST:
         return None
     group = min(_GROUP // wide, block)
     threads = block // group
     of_tile = max(128 // threads, 1)
     vector = min(16 // itemsize, group)
     tail = (
-        n, problem.inner, weight[0], *problem.inner_strides, *flags, block, of_tile, group, vector,
+        n, problem.inner, *[s[0] for s in first], *problem.inner_strides, *flags, block, of_tile, group, vector,
         block != n or of_tile > 1, arch >= 90,
     )  # fmt: skip
-    programs = min(-(-problem.inner // of_tile), 16 * multiprocessors)
+    pieces = -(-problem.inner // of_tile)
     warps = max(of_tile * threads // 32, 1)
-    specification = Specification(tail, programs, warps, registers=_REGISTERS, free=("count",), stays=True)
-    return Launcher(norm_backward_rows, specification)
+    stays = programs > 0
+    specification = Specification(
+        tail, min(pieces, programs) if stays else pieces, warps, registers=_REGISTERS if stays else None,
+        free=("count",), stays=stays,
+    )  # fmt: skip
+    return Launcher(kernel, specification)
+
+
+def _launch_sum(a: torch.Tensor, b: torch.Tensor, y: torch.Tensor) -> None:
+    strides = (a.stride(), b.stride(), y.stride())
+    elements.prepared(added, y.numel(), (), tuple(y.shape), strides, (), (y.dtype, architecture(y)))(a, b, y)
+
+
+def normalized(
+    axis: int,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    rstd: torch.Tensor,
+    eps: tuple[int, int],
+    otherwise: Callable[[torch.Tensor], None],
+    mean: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    summed: torch.Tensor | None = None,
+    held: bool = True,
+) -> None:
+    """Write y, which may be x, rstd and, where they are given, the mean and the sum with the residual.
+
+    eps: its words. otherwise: the same of rows that no program holds, and of all of them without `held`; it gets what
+    the norm is taken of.
+    """
+    if x.numel() == 0:  # rows without elements
+        for out in (rstd, mean):
+            if out is not None:
+                out.fill_(float("nan"))
+        return
+    center = rstd if mean is None else mean
+    added, into = x if residual is None else residual, y if summed is None else summed
+    tensors = (standing_in(weight, x), standing_in(bias, x), center, rstd, added, x, into, y)
+    flags = (mean is not None, weight is not None, bias is not None, residual is not None)
+    found = _held(
+        norm_rows, axis, tuple(x.shape), 2, 2, tuple([t.stride() for t in tensors]), flags, x.element_size(),
+        rstd.dtype == torch.float64, architecture(x), 0, x.dtype,
+    ) if held else None  # fmt: skip
+    if found is not None:
+        found(*tensors, numbers=eps)
+        return
+    if residual is not None:
+        _launch_sum(x, residual, into)
+    otherwise(x if residual is None else into)
 
 
 def gradients(
@@ -142,31 +256,33 @@ def gradients(
     x: torch.Tensor,
     rstd: torch.Tensor,
     dx: torch.Tensor,
-    otherwise: Callable[[], None],
+    otherwise: Callable[[torch.Tensor], None],
     mean: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
     dweight: torch.Tensor | None = None,
     dbias: torch.Tensor | None = None,
+    dsummed: torch.Tensor | None = None,
     held: bool = True,
 ) -> None:
-    """Write dx, which may be dy or x, and what is asked for of dweight and dbias.
+    """Write dx, which may be any of the others, and what is asked for of dweight and dbias; dsummed is added to dx.
 
-    otherwise: computes dx of rows that no program holds, and of all of them without `held`.
+    otherwise: computes dx, without dsummed, of rows that no program holds, and of all of them without `held`.
     """
     if x.numel() == 0:
         for out in (dweight, dbias):
             if out is not None:
                 out.zero_()
         return
-    center, scale = rstd if mean is None else mean, standing_in(weight, x)
-    tensors = (scale, center, rstd, dy, x, dx)
+    center, more = rstd if mean is None else mean, dy if dsummed is None else dsummed
+    tensors = (standing_in(weight, x), center, rstd, dy, more, x, dx)
+    about = (mean is not None, weight is not None, dsummed is not None)
 
     def of_rows(*asked: bool) -> Launcher | None:
         if not held:
             return None
         return _held(
-            axis, tuple(x.shape), tuple([t.stride() for t in tensors]), (mean is not None, weight is not None, *asked),
-            x.element_size(), rstd.dtype == torch.float64, architecture(x), processors(x), x.dtype,
+            norm_backward_rows, axis, tuple(x.shape), 1, 2, tuple([t.stride() for t in tensors]), (*about, *asked),
+            x.element_size(), rstd.dtype == torch.float64, architecture(x), 16 * processors(x), x.dtype,
         )  # fmt: skip
 
     if dweight is not None or dbias is not None:
@@ -178,7 +294,11 @@ def gradients(
         if apart and both is not None:
             return
     alone = of_rows(True, False, False)
-    if alone is None:
-        otherwise()
-    else:
+    if alone is not None:
         alone(*tensors, rstd)
+    elif dsummed is None:
+        otherwise(dx)
+    else:  # which may lie where dx goes
+        apart_from = torch.empty_like(dx)
+        otherwise(apart_from)
+        _launch_sum(apart_from, dsummed, dx)

@@ -14,7 +14,7 @@ from isograd.numerics import triton_ops as ops
 from isograd.numerics.storage import compute_dtype
 from isograd.rows import triton_tiles as tiles
 from isograd.rows.triton_launch import Tile, launch_rows, standing_in, words_of
-from isograd.rows.triton_norms import gradients
+from isograd.rows.triton_norms import gradients, normalized
 from isograd.runtime.fenv import default_environment
 
 
@@ -178,6 +178,12 @@ def layernorm_backward_rows(
 
 
 # --- launches --------------------------------------------------------------------------------------------------------
+def _eps(problem: Any) -> tuple[int, int]:
+    work = compute_dtype(problem.dtype)
+    with default_environment():
+        return words_of(np.dtype(work).type(problem.eps), work)
+
+
 @launcher("layernorm")
 def layernorm(
     problem: Any,
@@ -187,26 +193,32 @@ def layernorm(
     rstd: torch.Tensor,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    summed: torch.Tensor | None = None,
     size: Tile | None = None,
 ) -> None:
-    """Compute y, the mean and rstd; y may be x."""
-    if x.numel() == 0:
-        mean.fill_(float("nan"))  # rows without elements
-        rstd.fill_(float("nan"))
-        return
-    work = compute_dtype(problem.dtype)
-    with default_environment():
-        low, high = words_of(np.dtype(work).type(problem.eps), work)
-    launch_rows(
-        layernorm_rows,
-        problem.axis,
-        {"x": x, "y": y},
-        per_row={"mean": mean, "rstd": rstd},
-        one_row={"weight": standing_in(weight, x), "bias": standing_in(bias, x)},
-        constants={"WEIGHTED": weight is not None, "BIASED": bias is not None},
-        numbers={"eps_low": low, "eps_high": high},
-        size=size,
-    )
+    """Compute y, the mean and rstd; y may be x.
+
+    residual, summed: for `add_layernorm`, what is added to x and where the sum goes.
+    """
+    eps = _eps(problem)
+
+    def in_tiles(x: torch.Tensor) -> None:
+        launch_rows(
+            layernorm_rows,
+            problem.axis,
+            {"x": x, "y": y},
+            per_row={"mean": mean, "rstd": rstd},
+            one_row={"weight": standing_in(weight, x), "bias": standing_in(bias, x)},
+            constants={"WEIGHTED": weight is not None, "BIASED": bias is not None},
+            numbers={"eps_low": eps[0], "eps_high": eps[1]},
+            size=size,
+        )
+
+    normalized(
+        problem.axis, x, y, rstd, eps, in_tiles, mean, weight, bias, residual=residual, summed=summed,
+        held=size is None,
+    )  # fmt: skip
 
 
 @launcher("layernorm_backward")
@@ -224,7 +236,7 @@ def layernorm_backward(
 ) -> None:
     """Compute dx, which may be dy or x, and what of dweight and dbias is asked for."""
 
-    def in_tiles() -> None:
+    def in_tiles(dx: torch.Tensor) -> None:
         launch_rows(
             layernorm_backward_rows,
             problem.axis,

@@ -14,7 +14,7 @@ from isograd.numerics import triton_ops as ops
 from isograd.numerics.storage import compute_dtype
 from isograd.rows import triton_tiles as tiles
 from isograd.rows.triton_launch import Tile, launch_rows, standing_in, words_of
-from isograd.rows.triton_norms import gradients
+from isograd.rows.triton_norms import gradients, normalized
 from isograd.runtime.fenv import default_environment
 
 
@@ -133,6 +133,12 @@ def rmsnorm_backward_rows(
 
 
 # --- launches --------------------------------------------------------------------------------------------------------
+def _eps(problem: Any) -> tuple[int, int]:
+    work = compute_dtype(problem.dtype)
+    with default_environment():
+        return words_of(np.dtype(work).type(problem.eps), work)
+
+
 @launcher("rmsnorm")
 def rmsnorm(
     problem: Any,
@@ -140,25 +146,32 @@ def rmsnorm(
     y: torch.Tensor,
     rstd: torch.Tensor,
     weight: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    summed: torch.Tensor | None = None,
     size: Tile | None = None,
 ) -> None:
-    """Compute y and rstd; y may be x."""
-    if x.numel() == 0:
-        rstd.fill_(float("nan"))  # rows without elements
-        return
-    work = compute_dtype(problem.dtype)
-    with default_environment():
-        low, high = words_of(np.dtype(work).type(problem.eps), work)
-    launch_rows(
-        rmsnorm_rows,
-        problem.axis,
-        {"x": x, "y": y},
-        per_row={"rstd": rstd},
-        one_row={"weight": standing_in(weight, x)},
-        constants={"WEIGHTED": weight is not None},
-        numbers={"eps_low": low, "eps_high": high},
-        size=size,
-    )
+    """Compute y and rstd; y may be x.
+
+    residual, summed: for `add_rmsnorm`, what is added to x and where the sum goes.
+    """
+    eps = _eps(problem)
+
+    def in_tiles(x: torch.Tensor) -> None:
+        launch_rows(
+            rmsnorm_rows,
+            problem.axis,
+            {"x": x, "y": y},
+            per_row={"rstd": rstd},
+            one_row={"weight": standing_in(weight, x)},
+            constants={"WEIGHTED": weight is not None},
+            numbers={"eps_low": eps[0], "eps_high": eps[1]},
+            size=size,
+        )
+
+    normalized(
+        problem.axis, x, y, rstd, eps, in_tiles, weight=weight, residual=residual, summed=summed,
+        held=size is None,
+    )  # fmt: skip
 
 
 @launcher("rmsnorm_backward")
@@ -174,7 +187,7 @@ def rmsnorm_backward(
 ) -> None:
     """Compute dx, which may be dy or x, and dweight where it is asked for."""
 
-    def in_tiles() -> None:
+    def in_tiles(dx: torch.Tensor) -> None:
         launch_rows(
             rmsnorm_backward_rows,
             problem.axis,
