@@ -70,20 +70,32 @@ from isograd.ops.kl_div.operation import (
     KlDivPlan,
 )
 from isograd.ops.layernorm.api import (
+    add_layernorm,
+    add_layernorm_backward,
     layernorm,
     layernorm_backward,
 )
 from isograd.ops.layernorm.operation import (
+    AddLayernormBackwardDescriptor,
+    AddLayernormBackwardPlan,
+    AddLayernormDescriptor,
+    AddLayernormPlan,
     LayernormBackwardDescriptor,
     LayernormBackwardPlan,
     LayernormDescriptor,
     LayernormPlan,
 )
 from isograd.ops.rmsnorm.api import (
+    add_rmsnorm,
+    add_rmsnorm_backward,
     rmsnorm,
     rmsnorm_backward,
 )
 from isograd.ops.rmsnorm.operation import (
+    AddRmsnormBackwardDescriptor,
+    AddRmsnormBackwardPlan,
+    AddRmsnormDescriptor,
+    AddRmsnormPlan,
     RmsnormBackwardDescriptor,
     RmsnormBackwardPlan,
     RmsnormDescriptor,
@@ -176,6 +188,14 @@ from isograd.ops.sparsemax.operation import (
 )
 
 __all__ = [
+    "AddLayernormBackwardDescriptor",
+    "AddLayernormBackwardPlan",
+    "AddLayernormDescriptor",
+    "AddLayernormPlan",
+    "AddRmsnormBackwardDescriptor",
+    "AddRmsnormBackwardPlan",
+    "AddRmsnormDescriptor",
+    "AddRmsnormPlan",
     "DistillationLossBackwardDescriptor",
     "DistillationLossBackwardPlan",
     "DistillationLossDescriptor",
@@ -260,6 +280,10 @@ __all__ = [
     "SparsemaxPlan",
     "TopKDescriptor",
     "TopKPlan",
+    "add_layernorm",
+    "add_layernorm_backward",
+    "add_rmsnorm",
+    "add_rmsnorm_backward",
     "distillation_loss",
     "distillation_loss_backward",
     "dropout",

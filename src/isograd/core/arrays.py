@@ -171,7 +171,7 @@ def tensor_check(operands: Sequence[Any]) -> Callable[[Mapping[str, Any], str], 
     rows = [
         (
             o.name, o.shape, getattr(torch, o.dtype), size_of(o.shape), o.output,
-            frozenset(name for name in o.aliases if kinds[name] == kinds[o.name]),
+            frozenset(name for name in o.aliases if kinds.get(name) == kinds[o.name]),
         )
         for o in operands
     ]  # fmt: skip

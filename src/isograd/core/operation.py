@@ -83,21 +83,22 @@ class Planned(NamedTuple):
 class Operation:
     """An operation on rows along an attribute `axis`, or on elements.
 
-    name: of the function, of the descriptor in the registry and of the torch operator. attributes, inputs, outputs: by
-    name, in the order of the function's arguments and results. reference: the definition in NumPy, whose bits every
-    kernel returns, and oracle: the same formula in the widest float, both called with inputs and attributes by name and
-    returning the outputs, those of an optional output only where it is asked for. bound: (dtype, inputs, attributes) ->
-    a bound on the error of every output; formula: the same for people. vjp: the operation that computes the gradients
-    of the inputs; pullback: (gradient of the first output, inputs, outputs, attributes) -> gradients of the inputs by
-    name, in NumPy, for the tape, where no operation is the vjp. problem: the array that has the problem's shape and
-    dtype; where it is an output, these are the first two arguments after the inputs. shape_of: (operation's name,
-    inputs, attributes) -> the problem's shape where no input has it; sizes: what a descriptor calls the two numbers of
-    this shape. least_size: of the last axis. check: raises what is wrong with a descriptor whose attributes are each
-    accepted. symmetric: whether its Jacobian is, so that the vjp serves as the jvp too. linear: the input of a gradient
-    that it is linear in, with a symmetric Jacobian, while nothing else has a derivative. straight_through: the
+    name: of the function, of the descriptor in the registry and of the torch operator. attributes, inputs, outputs:
+    by name, in the order of the function's arguments and results. reference: the definition in NumPy, whose bits
+    every kernel returns, and oracle: the same formula in the widest float, both called with inputs and attributes
+    by name and returning the outputs, those of an optional output only where it is asked for. bound: (dtype,
+    inputs, attributes) -> a bound on the error of every output; formula: the same for people. vjp: the operation
+    that computes the gradients of the inputs; pullback: (gradient of the first output, inputs, outputs, attributes)
+    -> gradients of the inputs by name, in NumPy, for the tape, where no operation is the vjp. problem: the array
+    that has the problem's shape and dtype; where it is an output, these are the first two arguments after the
+    inputs. shape_of: (operation's name, inputs, attributes) -> the problem's shape where no input has it; sizes:
+    what a descriptor calls the two numbers of this shape. least_size: of the last axis. check: raises what is wrong
+    with a descriptor whose attributes are each accepted. alike: the inputs whose gradient is that of another one.
+    symmetric: whether its Jacobian is, so that the vjp serves as the jvp too. linear: the input of a gradient that
+    it is linear in, with a symmetric Jacobian, while nothing else has a derivative. straight_through: the
     attributes whose other values change the outputs and leave the gradient as it is: the vjp reads the outputs for
-    these. ordered: whether the place of an element matters, as it does to noise that belongs to places. padding: what a
-    row may be made longer with. least_rank, dtypes: of the problem.
+    these. ordered: whether the place of an element matters, as it does to noise that belongs to places. padding:
+    what a row may be made longer with. least_rank, dtypes: of the problem.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Operation:
         least_size: int = 0,
         check: Callable[[Any], None] | None = None,
         pullback: Callable[..., Mapping[str, Any]] | None = None,
+        alike: Mapping[str, str] | None = None,
         symmetric: bool = False,
         linear: str | None = None,
         straight_through: Mapping[str, Any] | None = None,
@@ -129,7 +131,7 @@ class Operation:
         self.name, self.attributes, self.inputs, self.outputs = name, attributes, inputs, outputs
         self.reference, self.oracle, self.bound, self.formula = reference, oracle, bound, formula
         self.vjp, self.symmetric, self.linear = vjp, symmetric, linear
-        self.check, self.pullback, self.shape_of = check, pullback, shape_of
+        self.check, self.pullback, self.shape_of, self._same = check, pullback, shape_of, alike or {}
         self.sizes, self.least_size = sizes, least_size
         self.straight_through, self.ordered = straight_through or {}, ordered
         self.padding, self.least_rank, self.dtypes = padding, least_rank, dtypes
@@ -145,7 +147,7 @@ class Operation:
         self.elementwise = "axis" not in attributes and all(isinstance(a, (Like, Loss)) for a in arrays.values())
         self.elementwise = self.elementwise and not any(a.rows for a in every)
         # The last one, as a gradient may be expanded.
-        self.problem = problem or [key for key, a in inputs.items() if isinstance(a, Like)][-1]
+        self.problem = problem or [key for key, a in inputs.items() if isinstance(a, Like) and not a.optional][-1]
         # What a call is given besides arrays.
         self.shaped, self.integral = self.problem in outputs, dtypes[0] in INDEX_DTYPES
         self.arguments: dict[str, Attribute] = {"shape": Sizes(), "dtype": StorageDtype()} if self.shaped else {}
@@ -279,7 +281,8 @@ class Operation:
             if len(self.inputs) == 1:
                 return dict.fromkeys(self.inputs, only)
         named = [(key, name) for key in self.inputs for name in (f"d{key}", f"d_{key}")]
-        return {key: name for key, name in named if name in vjp.outputs}
+        found = {key: name for key, name in named if name in vjp.outputs}
+        return found | {key: found[of] for key, of in self._same.items()}
 
     # --- what follows for one problem --------------------------------------------------------------------------------
     def operands(self, descriptor: Any) -> tuple[Operand, ...]:

@@ -12,8 +12,11 @@ from isograd.numerics.numba_memory import (
     BLOCK,
     load,
     load_block,
+    pointer,
     prefetch_read,
     prefetch_write,
+    row_offset,
+    stack_block,
     store,
     store_block,
     work_largest,
@@ -30,7 +33,7 @@ from isograd.numerics.numba_sum import (
 )
 from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
 from isograd.rows.numba_exponentials import exponential_part, term_scale
-from isograd.runtime.numba_compile import device_function
+from isograd.runtime.numba_compile import device_function, kernel
 
 
 @device_function
@@ -192,3 +195,35 @@ def piece(index, n):
     row = index // pieces
     j = (index - row * pieces) * BLOCK
     return row, j, min(n - j, BLOCK)
+
+
+@kernel
+def added_pieces(
+    like,
+    zero,
+    a_address,
+    b_address,
+    y_address,
+    shape,
+    a_strides,
+    b_strides,
+    y_strides,
+    n,
+    a_step,
+    b_step,
+    y_step,
+    start,
+    stop,
+):
+    """Sums of two arrays, a piece of a row each; y may be either."""
+    a, b, y = pointer(a_address, like), pointer(b_address, like), pointer(y_address, like)
+    blocks = (n + BLOCK - 1) // BLOCK
+    one, other = stack_block(zero), stack_block(zero)
+    for piece in range(start, stop):
+        row, j = piece // blocks, piece % blocks * BLOCK
+        count = min(n - j, BLOCK)
+        load_block(a, row_offset(row, shape, a_strides) + j * a_step, a_step, count, one)
+        load_block(b, row_offset(row, shape, b_strides) + j * b_step, b_step, count, other)
+        for i in range(count):
+            store(one, i, load(one, i) + load(other, i))
+        store_block(y, row_offset(row, shape, y_strides) + j * y_step, y_step, count, one)

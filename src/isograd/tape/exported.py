@@ -21,9 +21,11 @@ from isograd.ops.kl_div.api import (
     kl_div,
 )
 from isograd.ops.layernorm.api import (
+    add_layernorm,
     layernorm,
 )
 from isograd.ops.rmsnorm.api import (
+    add_rmsnorm,
     rmsnorm,
 )
 from isograd.ops.rotary.api import (
@@ -47,6 +49,8 @@ from isograd.ops.sparsemax.api import (
 )
 
 __all__ = [
+    "add_layernorm",
+    "add_rmsnorm",
     "distillation_loss",
     "dropout",
     "gelu",

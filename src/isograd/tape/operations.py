@@ -47,7 +47,7 @@ def record(op: Operation, inputs: tuple[Any, ...], attributes: tuple[Any, ...]) 
                     if again is not None:
                         among |= zip(op.outputs, _several(again()), strict=True)
                     settings = tuple([name if key == "wrt" else handed[key] for key in vjp.arguments])
-                    found = call.function(vjp)(tuple([among[key] for key in vjp.inputs]), settings, wanted)
+                    found = call.function(vjp)(tuple([among.get(key) for key in vjp.inputs]), settings, wanted)
                     latest[:] = [(g, dict(zip(computed, _several(found), strict=True)))]
                 return latest[0][1][gradients[name]]
 

@@ -46,6 +46,7 @@ def by_vjp(bound: Bound, vjp: Bound, tangent: Callable[..., Any] | None) -> defi
     arrays, attributes = [*op.inputs, *op.outputs], list(op.given)
     of_problem = list(op.inputs).index(op.problem) if vjp.op.shaped else None
     upstream = {f"d{key}": i for i, key in enumerate(op.outputs) if f"d{key}" in vjp.op.inputs}
+    required = {i for key, i in upstream.items() if not vjp.op.inputs[key].optional}
     kept = [key for key in vjp.op.inputs if key not in upstream]
     # For each input of the vjp: its place among the gradients, or behind them among what is saved.
     order = [upstream[key] if key in upstream else len(op.outputs) + kept.index(key) for key in vjp.op.inputs]
@@ -78,6 +79,9 @@ def by_vjp(bound: Bound, vjp: Bound, tangent: Callable[..., Any] | None) -> defi
             saved = read(saved, bound.call(*saved, *settings))
         if bound.narrow(node.settings):
             grads = tuple([g.to(work_dtype(g.dtype)) for g in grads])
+        # Where a result was not used, the vjp may take nothing or else takes zeros.
+        used = next((g for g in grads if g is not None), None)
+        grads = tuple([torch.zeros_like(used) if g is None and i in required else g for i, g in enumerate(grads)])
         given = (*grads, *saved)
         return vjp.call(
             *[given[i] for i in order], *node.problem, *[wrt if i is None else node.settings[i] for i in handed], *asked

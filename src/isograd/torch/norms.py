@@ -1,7 +1,7 @@
 """What the norms of torch share: the sizes of rows, and derivatives beyond the first."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,25 @@ def rows_of(
         return x, list(along.values())
     flat = [None if tensor is None else tensor.reshape(-1) for tensor in along.values()]
     return x.reshape(*x.shape[: -len(sizes)], math.prod(sizes)), flat
+
+
+def of_sum(
+    name: str,
+    function: Callable[..., Any],
+    x: Tensor,
+    rows: Tensor,
+    residual: Tensor,
+    along: Sequence[Tensor | None],
+    settings: tuple[Any, ...],
+) -> tuple[Tensor, Tensor]:
+    """The norm of x + residual, and that sum, by the function for rows."""
+    require_dense(name, residual, "residual")
+    if residual.shape != x.shape:
+        raise InvalidProblemError(
+            f"{name}: residual has shape {tuple(residual.shape)} and input {tuple(x.shape)}; expected the same"
+        )
+    y, summed = function((rows, residual.reshape(rows.shape), *along), settings)[:2]
+    return y.view(x.shape), summed.view(x.shape)
 
 
 class Rows:
@@ -139,3 +158,27 @@ def second_tangent(saved: Named, settings: Any, tangents: Named) -> tuple[Tensor
         rows.over_rows(t) if asked else t.new_empty(0) for t, asked in zip((t_dw, t_db), settings[1:], strict=False)
     ]
     return rows.stored(t_dx + rows.jacobian(t_g)), *map(rows.stored, sums)
+
+
+# --- of sums with a residual, which are saved in the place of x ------------------------------------------------------
+def added_tangent(saved: Named, settings: Any, tangents: Named) -> tuple[Tensor, Tensor]:
+    """The tangents of the result and of the sum."""
+    parts = [t for t in (tangents["x"], tangents["residual"]) if t is not None]
+    summed = sum(parts[1:], parts[0]) if parts else None
+    of = {**tangents, "x": summed}
+    return tangent({**saved, "x": saved["summed"]}, settings, of), torch.zeros_like(
+        saved["summed"]
+    ) if summed is None else summed
+
+
+def added_second(saved: Named, settings: Any, needs: Named, grads: Named) -> dict[str, Tensor]:
+    """The gradients of the gradient."""
+    found = second({**saved, "x": saved["summed"]}, settings, needs, grads)
+    found["summed"] = found.pop("x")
+    return found if grads["dx"] is None else found | {"dsummed": grads["dx"]}
+
+
+def added_second_tangent(saved: Named, settings: Any, tangents: Named) -> tuple[Tensor, ...]:
+    """The tangents of the gradient."""
+    dx, *others = second_tangent({**saved, "x": saved["summed"]}, settings, {**tangents, "x": tangents["summed"]})
+    return dx if tangents["dsummed"] is None else dx + tangents["dsummed"], *others

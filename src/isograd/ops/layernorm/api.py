@@ -1,4 +1,4 @@
-"""What a user calls: layernorm and its gradient."""
+"""What a user calls: layernorm and its gradient, of rows and of sums with a residual."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any, Literal, overload
 from numpy.typing import NDArray
 
 from isograd.core import call
-from isograd.ops.layernorm.operation import LAYERNORM, LAYERNORM_BACKWARD
+from isograd.ops.layernorm.operation import ADD_LAYERNORM, ADD_LAYERNORM_BACKWARD, LAYERNORM, LAYERNORM_BACKWARD
 from isograd.typing import Array, ArrayT, DataT, ScalarT
 
 _layernorm, _backward = call.function(LAYERNORM), call.function(LAYERNORM_BACKWARD)
+_add, _add_backward = call.function(ADD_LAYERNORM), call.function(ADD_LAYERNORM_BACKWARD)
 
 
 @overload
@@ -95,3 +96,55 @@ def layernorm_backward(dy: Any, x: Any, mean: Any, rstd: Any, weight: Any = None
     Raises InvalidProblemError for shapes or dtypes that do not match and a wrong axis.
     """
     return _backward((dy, x, mean, rstd, weight), (axis,), ("dweight", "dbias"))
+
+
+def add_layernorm(
+    x: Any,
+    residual: Any,
+    weight: Any = None,
+    bias: Any = None,
+    *,
+    axis: int = -1,
+    eps: float = 1e-5,
+    return_statistics: bool = False,
+) -> Any:
+    """`(y, summed)`: the sum of x and a residual, and the layernorm of it, in one pass.
+
+    x, residual: of one shape and dtype, as x of `layernorm`; the results are of x's kind. weight, bias, axis, eps: as
+    for `layernorm`. return_statistics: whether mean and rstd come behind them.
+
+    The sum is rounded to its dtype and the norm taken of what is stored: the bits are those of `x + residual` and
+    `layernorm`, and so are those of the gradients.
+
+    Raises InvalidProblemError for shapes that differ, a wrong axis, rank or eps and a weight or bias that does not fit,
+    UnsupportedError for another dtype.
+    """
+    if any(type(a) in call.front_ends for a in (x, residual)):  # variables, which have a sum of their own
+        summed = x + residual
+        y, *statistics = _layernorm((summed, weight, bias), (axis, eps))
+    else:
+        y, summed, *statistics = _add((x, residual, weight, bias), (axis, eps))
+    return (y, summed, *statistics) if return_statistics else (y, summed)
+
+
+def add_layernorm_backward(
+    dy: DataT,
+    summed: DataT,
+    mean: DataT,
+    rstd: DataT,
+    dsummed: DataT | None = None,
+    weight: DataT | None = None,
+    *,
+    axis: int = -1,
+) -> tuple[DataT, DataT, DataT]:
+    """The gradients of add_layernorm: `(dx, dweight, dbias)`; dx is the residual's as well.
+
+    dy, dsummed: the gradients of y and of the sum, None where the sum was not used. summed, mean, rstd: as
+    add_layernorm returned them. dx is that of `layernorm_backward`, rounded, plus dsummed.
+
+    Raises InvalidProblemError for shapes or dtypes that do not match and a wrong axis.
+    """
+    result: tuple[DataT, DataT, DataT] = _add_backward(
+        (dy, summed, mean, rstd, dsummed, weight), (axis,), ("dweight", "dbias")
+    )
+    return result

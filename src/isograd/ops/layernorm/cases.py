@@ -65,3 +65,21 @@ def layernorm_backward(dtype: str) -> Iterator[Case]:
             _, mean, rstd = reference.layernorm(x, axis=0)
             inputs = {"dy": one, "x": x, "mean": mean, "rstd": rstd}
             yield Case("expanded dy, first axis", inputs, {"axis": 0, "dweight": True, "dbias": True})
+
+
+def add_layernorm(dtype: str) -> Iterator[Case]:
+    """With and without weight and bias."""
+    for i, (name, x, t, weight, bias) in enumerate(_rows(dtype, _STREAM + 200)):
+        yield Case(name, {"x": x, "residual": t, "weight": weight, "bias": bias})
+        if i % 2:
+            yield Case(f"{name}, no weight", {"x": x, "residual": t}, {"eps": 0.0})
+
+
+def add_layernorm_backward(dtype: str) -> Iterator[Case]:
+    """With and without a gradient of the sum."""
+    for i, (name, x, t, weight, _) in enumerate(_rows(dtype, _STREAM + 300)):
+        _, summed, mean, rstd = reference.add_layernorm(x, t)
+        inputs = {"dy": t, "summed": summed, "mean": mean, "rstd": rstd, "weight": weight}
+        yield Case(name, {**inputs, "dsummed": x}, {"dweight": True, "dbias": True})
+        if i % 2:
+            yield Case(f"{name}, dx alone", inputs)

@@ -25,8 +25,8 @@ from isograd.numerics.numba_wide import to_float
 from isograd.numerics.reference import narrow as rounded
 from isograd.numerics.reference import work_dtype
 from isograd.reduction import api as reduction
-from isograd.rows.numba_rows import stored_sum, weigh
-from isograd.rows.walk import for_rows, one_row
+from isograd.rows.numba_rows import added_pieces, stored_sum, weigh
+from isograd.rows.walk import for_pieces, for_rows, one_row
 from isograd.runtime.fenv import default_environment
 from isograd.runtime.numba_compile import device_function, kernel
 
@@ -179,3 +179,40 @@ def layernorm_backward(
     if summed:
         with default_environment():
             dweight[...] = rounded(reduction.sum(p, others), dweight.dtype)
+
+
+@launcher("add_layernorm")
+def add_layernorm(
+    problem: Any,
+    x: Any,
+    residual: Any,
+    y: Any,
+    summed: Any,
+    mean: Any,
+    rstd: Any,
+    weight: Any = None,
+    bias: Any = None,
+) -> None:
+    """Compute the sum, and of it y, the mean and rstd; y and the sum may be x or the residual."""
+    for_pieces(added_pieces, BLOCK, (x, residual, summed))
+    layernorm(problem, summed, y, mean, rstd, weight, bias)
+
+
+@launcher("add_layernorm_backward")
+def add_layernorm_backward(
+    problem: Any,
+    dy: Any,
+    summed: Any,
+    mean: Any,
+    rstd: Any,
+    dx: Any,
+    dsummed: Any = None,
+    weight: Any = None,
+    dweight: Any = None,
+    dbias: Any = None,
+) -> None:
+    """Compute dx, which may be dy, dsummed or the sum, and what else is asked for."""
+    of_norm = dx if dsummed is None else np.empty_like(dx)
+    layernorm_backward(problem, dy, summed, mean, rstd, of_norm, weight, dweight, dbias)
+    if dsummed is not None:
+        for_pieces(added_pieces, BLOCK, (of_norm, dsummed, dx))

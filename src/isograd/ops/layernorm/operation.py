@@ -1,4 +1,4 @@
-"""layernorm and its gradient, declared."""
+"""layernorm and its gradient, declared, of rows and of sums with a residual."""
 
 from isograd.core.attributes import Axis, Real
 from isograd.core.operands import AlongAxis, Like, PerRow
@@ -39,5 +39,44 @@ LAYERNORM_BACKWARD = Operation(
     "dweight: 4u·Σ|dy·v| + rows·q/2 + 2η·Σ(1 + |dy|) + ulp(dweight)/2; dbias: u·|dbias| + rows·q/2 + ulp(dbias)/2; "
     "v = (x - mean)·r, g = dy·w",
 )
+ADD_LAYERNORM = Operation(
+    "add_layernorm",
+    attributes=LAYERNORM.attributes,
+    inputs={"x": Like(), "residual": Like(), "weight": AlongAxis(optional=True), "bias": AlongAxis(optional=True)},
+    outputs={
+        "y": Like(over=("x", "residual")),
+        "summed": Like(over=("x", "residual")),
+        "mean": PerRow(compute=True),
+        "rstd": PerRow(compute=True),
+    },
+    reference=reference.add_layernorm,
+    oracle=reference.oracle_add_layernorm,
+    bound=bounds.add_layernorm,
+    formula=f"summed: ulp(summed)/2; y, measured from it: {LAYERNORM.formula}",
+    vjp="add_layernorm_backward",
+    alike={"residual": "x"},
+)
+ADD_LAYERNORM_BACKWARD = Operation(
+    "add_layernorm_backward",
+    attributes={"axis": Axis()},
+    inputs={
+        "dy": Like(),
+        "summed": Like(),
+        "mean": PerRow(compute=True),
+        "rstd": PerRow(compute=True),
+        "dsummed": Like(optional=True),
+        "weight": AlongAxis(optional=True),
+    },
+    outputs=LAYERNORM_BACKWARD.outputs | {"dx": Like(over=("dy", "dsummed", "summed"))},
+    reference=reference.add_layernorm_backward,
+    oracle=reference.oracle_add_layernorm_backward,
+    bound=bounds.add_layernorm_backward,
+    formula=f"dx: ulp(dx)/2 more than in {LAYERNORM_BACKWARD.formula}",
+)
 LayernormDescriptor, LayernormPlan = LAYERNORM.descriptor_type, LAYERNORM.plan_type
 LayernormBackwardDescriptor, LayernormBackwardPlan = LAYERNORM_BACKWARD.descriptor_type, LAYERNORM_BACKWARD.plan_type
+AddLayernormDescriptor, AddLayernormPlan = ADD_LAYERNORM.descriptor_type, ADD_LAYERNORM.plan_type
+AddLayernormBackwardDescriptor, AddLayernormBackwardPlan = (
+    ADD_LAYERNORM_BACKWARD.descriptor_type,
+    ADD_LAYERNORM_BACKWARD.plan_type,
+)

@@ -61,6 +61,44 @@ def layernorm_backward(
     return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
 
+def _added(a: Floats, b: Floats) -> Floats:
+    with np.errstate(all="ignore"):
+        return ref.narrow(ref.widen(a) + ref.widen(b), a.dtype)
+
+
+def add_layernorm(
+    x: Floats,
+    residual: Floats,
+    weight: Floats | None = None,
+    bias: Floats | None = None,
+    axis: int = -1,
+    eps: float = 1e-5,
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """The bits of (y, summed, mean, rstd): the norm of the sum as it is stored."""
+    summed = _added(x, residual)
+    y, *statistics = layernorm(summed, weight, bias, axis, eps)
+    return (y, summed, *statistics)
+
+
+def add_layernorm_backward(
+    dy: Floats,
+    summed: Floats,
+    mean: Floats,
+    rstd: Floats,
+    dsummed: Floats | None = None,
+    weight: Floats | None = None,
+    axis: int = -1,
+    dweight: bool = False,
+    dbias: bool = False,
+) -> Any:
+    """The bits of dx, which is the residual's gradient as well, or of what is asked for behind it."""
+    found = layernorm_backward(dy, summed, mean, rstd, weight, axis, dweight, dbias)
+    if dsummed is None:
+        return found
+    dx, *others = found if isinstance(found, tuple) else (found,)
+    return (_added(dx, dsummed), *others) if others else _added(dx, dsummed)
+
+
 # --- the oracle: the same formulas in the widest float of the machine ------------------------------------------------
 _WIDE = np.longdouble
 
@@ -102,3 +140,39 @@ def oracle_layernorm_backward(
         others = tuple([d for d in range(x.ndim) if d != axis % x.ndim])
         outputs += [t.sum(axis=others) for t, asked in ((upstream * v, dweight), (upstream, dbias)) if asked]
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def oracle_add_layernorm(
+    x: Floats,
+    residual: Floats,
+    weight: Floats | None = None,
+    bias: Floats | None = None,
+    axis: int = -1,
+    eps: float = 1e-5,
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """The exact sum; the exact norm of what is stored of it."""
+    with np.errstate(all="ignore"):
+        exact = x.astype(_WIDE) + residual.astype(_WIDE)
+    y, *statistics = oracle_layernorm(_added(x, residual), weight, bias, axis, eps)
+    return (y, exact, *statistics)
+
+
+def oracle_add_layernorm_backward(
+    dy: Floats,
+    summed: Floats,
+    mean: Floats,
+    rstd: Floats,
+    dsummed: Floats | None = None,
+    weight: Floats | None = None,
+    axis: int = -1,
+    dweight: bool = False,
+    dbias: bool = False,
+) -> Any:
+    """The exact gradients, but for the rounding of the wide type."""
+    found = oracle_layernorm_backward(dy, summed, mean, rstd, weight, axis, dweight, dbias)
+    if dsummed is None:
+        return found
+    dx, *others = found if isinstance(found, tuple) else (found,)
+    with np.errstate(all="ignore"):
+        dx = dx + dsummed.astype(_WIDE)
+    return (dx, *others) if others else dx

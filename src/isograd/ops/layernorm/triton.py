@@ -232,6 +232,7 @@ def layernorm_backward(
     weight: torch.Tensor | None = None,
     dweight: torch.Tensor | None = None,
     dbias: torch.Tensor | None = None,
+    dsummed: torch.Tensor | None = None,
     size: Tile | None = None,
 ) -> None:
     """Compute dx, which may be dy or x, and what of dweight and dbias is asked for."""
@@ -247,4 +248,39 @@ def layernorm_backward(
             size=size,
         )
 
-    gradients(problem.axis, dy, x, rstd, dx, in_tiles, mean, weight, dweight, dbias, held=size is None)
+    gradients(problem.axis, dy, x, rstd, dx, in_tiles, mean, weight, dweight, dbias, dsummed, size is None)
+
+
+@launcher("add_layernorm")
+def add_layernorm(
+    problem: Any,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    y: torch.Tensor,
+    summed: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    size: Tile | None = None,
+) -> None:
+    """Compute the sum, and of it y, the mean and rstd; y and the sum may be x or the residual."""
+    layernorm(problem, x, y, mean, rstd, weight, bias, residual, summed, size)
+
+
+@launcher("add_layernorm_backward")
+def add_layernorm_backward(
+    problem: Any,
+    dy: torch.Tensor,
+    summed: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    dx: torch.Tensor,
+    dsummed: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    dweight: torch.Tensor | None = None,
+    dbias: torch.Tensor | None = None,
+    size: Tile | None = None,
+) -> None:
+    """Compute dx, which may be dy, dsummed or the sum, and what else is asked for."""
+    layernorm_backward(problem, dy, summed, mean, rstd, dx, weight, dweight, dbias, dsummed, size)

@@ -1,4 +1,4 @@
-"""What a user calls: rmsnorm and its gradient."""
+"""What a user calls: rmsnorm and its gradient, of rows and of sums with a residual."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any, Literal, overload
 from numpy.typing import NDArray
 
 from isograd.core import call
-from isograd.ops.rmsnorm.operation import RMSNORM, RMSNORM_BACKWARD
+from isograd.ops.rmsnorm.operation import ADD_RMSNORM, ADD_RMSNORM_BACKWARD, RMSNORM, RMSNORM_BACKWARD
 from isograd.typing import Array, ArrayT, DataT, ScalarT
 
 _rmsnorm, _backward = call.function(RMSNORM), call.function(RMSNORM_BACKWARD)
+_add, _add_backward = call.function(ADD_RMSNORM), call.function(ADD_RMSNORM_BACKWARD)
 
 
 @overload
@@ -66,3 +67,51 @@ def rmsnorm_backward(dy: Any, x: Any, rstd: Any, weight: Any = None, *, axis: in
     Raises InvalidProblemError for shapes or dtypes that do not match and a wrong axis.
     """
     return _backward((dy, x, rstd, weight), (axis,), ("dweight",))
+
+
+def add_rmsnorm(
+    x: Any,
+    residual: Any,
+    weight: Any = None,
+    *,
+    axis: int = -1,
+    eps: float = 1e-6,
+    return_rstd: bool = False,
+) -> Any:
+    """`(y, summed)`: the sum of x and a residual, and the rmsnorm of it, in one pass.
+
+    x, residual: of one shape and dtype, as x of `rmsnorm`; the results are of x's kind. weight, axis, eps: as for
+    `rmsnorm`. return_rstd: whether rstd comes behind them.
+
+    The sum is rounded to its dtype and the norm taken of what is stored: the bits are those of `x + residual` and
+    `rmsnorm`, and so are those of the gradients.
+
+    Raises InvalidProblemError for shapes that differ, a wrong axis, rank or eps and a weight that does not fit,
+    UnsupportedError for another dtype.
+    """
+    if any(type(a) in call.front_ends for a in (x, residual)):  # variables, which have a sum of their own
+        summed = x + residual
+        y, *statistics = _rmsnorm((summed, weight), (axis, eps))
+    else:
+        y, summed, *statistics = _add((x, residual, weight), (axis, eps))
+    return (y, summed, *statistics) if return_rstd else (y, summed)
+
+
+def add_rmsnorm_backward(
+    dy: DataT,
+    summed: DataT,
+    rstd: DataT,
+    dsummed: DataT | None = None,
+    weight: DataT | None = None,
+    *,
+    axis: int = -1,
+) -> tuple[DataT, DataT]:
+    """The gradients of add_rmsnorm: `(dx, dweight)`; dx is the residual's as well.
+
+    dy, dsummed: the gradients of y and of the sum, None where the sum was not used. summed, rstd: as
+    add_rmsnorm returned them. dx is that of `rmsnorm_backward`, rounded, plus dsummed.
+
+    Raises InvalidProblemError for shapes or dtypes that do not match and a wrong axis.
+    """
+    result: tuple[DataT, DataT] = _add_backward((dy, summed, rstd, dsummed, weight), (axis,), ("dweight",))
+    return result

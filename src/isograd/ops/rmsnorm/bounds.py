@@ -75,3 +75,37 @@ def rmsnorm_backward(
         error = 3 * u * products.sum(axis=1) + sum_error(products, work, 1) + 2 * eta * (count + edge)
         past = (scaled.max(axis=others, initial=0) > largest) | (products.sum(axis=1) > LARGEST[dtype])
         return bound, np.where(past, np.inf, error + ulp(dw, dtype) / 2)
+
+
+def add_rmsnorm(
+    dtype: str, x: Floats, residual: Floats, weight: Floats | None = None, axis: int = -1, eps: float = 1e-6
+) -> tuple[Floats, Floats, Floats]:
+    """Of y, summed, rstd."""
+    exact, summed = (
+        reference.oracle_add_rmsnorm(x, residual, axis=axis)[1],
+        reference.add_rmsnorm(x, residual, axis=axis)[1],
+    )
+    y, *statistics = rmsnorm(dtype, summed, weight, axis, eps)
+    return (y, np.where(np.abs(exact) > LARGEST[dtype], np.inf, ulp(exact, dtype) / 2), *statistics)
+
+
+def add_rmsnorm_backward(
+    dtype: str,
+    dy: Floats,
+    summed: Floats,
+    rstd: Floats,
+    dsummed: Floats | None = None,
+    weight: Floats | None = None,
+    axis: int = -1,
+    dweight: bool = False,
+) -> Any:
+    """Of dx or of what is asked for behind it."""
+    found = rmsnorm_backward(dtype, dy, summed, rstd, weight, axis, dweight)
+    if dsummed is None:
+        return found
+    dx, *others = found if isinstance(found, tuple) else (found,)
+    exact = reference.oracle_add_rmsnorm_backward(dy, summed, rstd, dsummed, weight, axis)
+    with np.errstate(all="ignore"):
+        reach = np.abs(exact) + dx
+        dx = np.where(reach > LARGEST[dtype], np.inf, dx + ulp(reach, dtype) / 2)
+    return (dx, *others) if others else dx

@@ -58,3 +58,21 @@ def rmsnorm_backward(dtype: str) -> Iterator[Case]:
             one = np.broadcast_to(t[:1, :1], t.shape)
             _, across = reference.rmsnorm(x, None, 0)
             yield Case("expanded dy, first axis", {"dy": one, "x": x, "rstd": across}, {"axis": 0, "dweight": True})
+
+
+def add_rmsnorm(dtype: str) -> Iterator[Case]:
+    """With and without a weight."""
+    for i, (name, x, t, weight) in enumerate(_rows(dtype, _STREAM + 200)):
+        yield Case(name, {"x": x, "residual": t, "weight": weight})
+        if i % 2:
+            yield Case(f"{name}, no weight", {"x": x, "residual": t}, {"eps": 0.0})
+
+
+def add_rmsnorm_backward(dtype: str) -> Iterator[Case]:
+    """With and without a gradient of the sum."""
+    for i, (name, x, t, weight) in enumerate(_rows(dtype, _STREAM + 300)):
+        _, summed, rstd = reference.add_rmsnorm(x, t)
+        inputs = {"dy": t, "summed": summed, "rstd": rstd, "weight": weight}
+        yield Case(name, {**inputs, "dsummed": x}, {"dweight": True})
+        if i % 2:
+            yield Case(f"{name}, dx alone", inputs)

@@ -46,6 +46,37 @@ def rmsnorm_backward(
         return dx, ref.narrow(ref.order_free_sum(np.ascontiguousarray((upstream * scaled).T)), x.dtype)
 
 
+def _added(a: Floats, b: Floats) -> Floats:
+    with np.errstate(all="ignore"):
+        return ref.narrow(ref.widen(a) + ref.widen(b), a.dtype)
+
+
+def add_rmsnorm(
+    x: Floats, residual: Floats, weight: Floats | None = None, axis: int = -1, eps: float = 1e-6
+) -> tuple[Floats, Floats, Floats]:
+    """The bits of (y, summed, rstd): the norm of the sum as it is stored."""
+    summed = _added(x, residual)
+    y, *statistics = rmsnorm(summed, weight, axis, eps)
+    return (y, summed, *statistics)
+
+
+def add_rmsnorm_backward(
+    dy: Floats,
+    summed: Floats,
+    rstd: Floats,
+    dsummed: Floats | None = None,
+    weight: Floats | None = None,
+    axis: int = -1,
+    dweight: bool = False,
+) -> Any:
+    """The bits of dx, which is the residual's gradient as well, or of what is asked for behind it."""
+    found = rmsnorm_backward(dy, summed, rstd, weight, axis, dweight)
+    if dsummed is None:
+        return found
+    dx, *others = found if isinstance(found, tuple) else (found,)
+    return (_added(dx, dsummed), *others) if others else _added(dx, dsummed)
+
+
 # --- the oracle: the same formulas in the widest float of the machine ------------------------------------------------
 _WIDE = np.longdouble
 
@@ -73,3 +104,32 @@ def oracle_rmsnorm_backward(
         dx = r * (g - scaled * a)
         others = tuple([d for d in range(x.ndim) if d != axis % x.ndim])
         return (dx, (upstream * scaled).sum(axis=others)) if dweight else dx
+
+
+def oracle_add_rmsnorm(
+    x: Floats, residual: Floats, weight: Floats | None = None, axis: int = -1, eps: float = 1e-6
+) -> tuple[Floats, Floats, Floats]:
+    """The exact sum; the exact norm of what is stored of it."""
+    with np.errstate(all="ignore"):
+        exact = x.astype(_WIDE) + residual.astype(_WIDE)
+    y, *statistics = oracle_rmsnorm(_added(x, residual), weight, axis, eps)
+    return (y, exact, *statistics)
+
+
+def oracle_add_rmsnorm_backward(
+    dy: Floats,
+    summed: Floats,
+    rstd: Floats,
+    dsummed: Floats | None = None,
+    weight: Floats | None = None,
+    axis: int = -1,
+    dweight: bool = False,
+) -> Any:
+    """The exact gradients, but for the rounding of the wide type."""
+    found = oracle_rmsnorm_backward(dy, summed, rstd, weight, axis, dweight)
+    if dsummed is None:
+        return found
+    dx, *others = found if isinstance(found, tuple) else (found,)
+    with np.errstate(all="ignore"):
+        dx = dx + dsummed.astype(_WIDE)
+    return (dx, *others) if others else dx

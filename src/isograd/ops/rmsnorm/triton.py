@@ -183,6 +183,7 @@ def rmsnorm_backward(
     dx: torch.Tensor,
     weight: torch.Tensor | None = None,
     dweight: torch.Tensor | None = None,
+    dsummed: torch.Tensor | None = None,
     size: Tile | None = None,
 ) -> None:
     """Compute dx, which may be dy or x, and dweight where it is asked for."""
@@ -198,4 +199,37 @@ def rmsnorm_backward(
             size=size,
         )
 
-    gradients(problem.axis, dy, x, rstd, dx, in_tiles, weight=weight, dweight=dweight, held=size is None)
+    gradients(
+        problem.axis, dy, x, rstd, dx, in_tiles, weight=weight, dweight=dweight, dsummed=dsummed, held=size is None
+    )
+
+
+@launcher("add_rmsnorm")
+def add_rmsnorm(
+    problem: Any,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    y: torch.Tensor,
+    summed: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size: Tile | None = None,
+) -> None:
+    """Compute the sum, and of it y and rstd; y and the sum may be x or the residual."""
+    rmsnorm(problem, x, y, rstd, weight, residual, summed, size)
+
+
+@launcher("add_rmsnorm_backward")
+def add_rmsnorm_backward(
+    problem: Any,
+    dy: torch.Tensor,
+    summed: torch.Tensor,
+    rstd: torch.Tensor,
+    dx: torch.Tensor,
+    dsummed: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    dweight: torch.Tensor | None = None,
+    size: Tile | None = None,
+) -> None:
+    """Compute dx, which may be dy, dsummed or the sum, and what else is asked for."""
+    rmsnorm_backward(problem, dy, summed, rstd, dx, weight, dweight, dsummed, size)
