@@ -93,7 +93,7 @@ class Operation:
     that has the problem's shape and dtype; where it is an output, these are the first two arguments after the
     inputs. shape_of: (operation's name, inputs, attributes) -> the problem's shape where no input has it; sizes:
     what a descriptor calls the two numbers of this shape. least_size: of the last axis. check: raises what is wrong
-    with a descriptor whose attributes are each accepted. alike: the inputs whose gradient is that of another one.
+    with a descriptor whose attributes are each accepted. same: the inputs whose gradient is that of another one.
     symmetric: whether its Jacobian is, so that the vjp serves as the jvp too. linear: the input of a gradient that
     it is linear in, with a symmetric Jacobian, while nothing else has a derivative. straight_through: the
     attributes whose other values change the outputs and leave the gradient as it is: the vjp reads the outputs for
@@ -119,7 +119,7 @@ class Operation:
         least_size: int = 0,
         check: Callable[[Any], None] | None = None,
         pullback: Callable[..., Mapping[str, Any]] | None = None,
-        alike: Mapping[str, str] | None = None,
+        same: Mapping[str, str] | None = None,
         symmetric: bool = False,
         linear: str | None = None,
         straight_through: Mapping[str, Any] | None = None,
@@ -131,7 +131,7 @@ class Operation:
         self.name, self.attributes, self.inputs, self.outputs = name, attributes, inputs, outputs
         self.reference, self.oracle, self.bound, self.formula = reference, oracle, bound, formula
         self.vjp, self.symmetric, self.linear = vjp, symmetric, linear
-        self.check, self.pullback, self.shape_of, self._same = check, pullback, shape_of, alike or {}
+        self.check, self.pullback, self.shape_of, self._same = check, pullback, shape_of, same or {}
         self.sizes, self.least_size = sizes, least_size
         self.straight_through, self.ordered = straight_through or {}, ordered
         self.padding, self.least_rank, self.dtypes = padding, least_rank, dtypes

@@ -11,8 +11,10 @@ from isograd.ops.dropout.api import (
     dropout,
 )
 from isograd.ops.gated.api import (
+    geglu,
     gelu_mul,
     silu_mul,
+    swiglu,
 )
 from isograd.ops.gumbel_softmax.api import (
     gumbel_softmax,
@@ -53,6 +55,7 @@ __all__ = [
     "add_rmsnorm",
     "distillation_loss",
     "dropout",
+    "geglu",
     "gelu",
     "gelu_mul",
     "gumbel_softmax",
@@ -71,5 +74,6 @@ __all__ = [
     "silu_mul",
     "softmax",
     "sparsemax",
+    "swiglu",
     "top_k",
 ]

@@ -80,8 +80,9 @@ def by_vjp(bound: Bound, vjp: Bound, tangent: Callable[..., Any] | None) -> defi
         if bound.narrow(node.settings):
             grads = tuple([g.to(work_dtype(g.dtype)) for g in grads])
         # Where a result was not used, the vjp may take nothing or else takes zeros.
-        used = next((g for g in grads if g is not None), None)
-        grads = tuple([torch.zeros_like(used) if g is None and i in required else g for i, g in enumerate(grads)])
+        if any(grads[i] is None for i in required):
+            zeros = torch.zeros_like(next(g for g in grads if g is not None))
+            grads = tuple([zeros if g is None and i in required else g for i, g in enumerate(grads)])
         given = (*grads, *saved)
         return vjp.call(
             *[given[i] for i in order], *node.problem, *[wrt if i is None else node.settings[i] for i in handed], *asked

@@ -83,3 +83,23 @@ def gelu_mul_backward(
 ) -> tuple[Floats, Floats]:
     """Of (dgate, dup)."""
     return _backward(approximate, dtype, dy, gate, up)
+
+
+def swiglu(dtype: str, x: Floats) -> Floats:
+    """Of y."""
+    return silu_mul(dtype, *reference.halves(x))
+
+
+def swiglu_backward(dtype: str, dy: Floats, x: Floats) -> Floats:
+    """Of dx."""
+    return np.concatenate(silu_mul_backward(dtype, dy, *reference.halves(x)), -1)
+
+
+def geglu(dtype: str, x: Floats, approximate: str = "none") -> Floats:
+    """Of y."""
+    return gelu_mul(dtype, *reference.halves(x), approximate)
+
+
+def geglu_backward(dtype: str, dy: Floats, x: Floats, approximate: str = "none") -> Floats:
+    """Of dx."""
+    return np.concatenate(gelu_mul_backward(dtype, dy, *reference.halves(x), approximate), -1)

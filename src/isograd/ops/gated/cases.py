@@ -55,3 +55,31 @@ def gelu_mul_backward(dtype: str) -> Iterator[Case]:
     """The same with gradients."""
     for form in _FORMS:
         yield from _cases(dtype, _STREAM + 300, form, ("dy", "gate", "up"))
+
+
+def _packed(dtype: str, stream: int, options: dict[str, Any], names: tuple[str, ...]) -> Iterator[Case]:
+    for case in _cases(dtype, stream, options, ("dy", "gate", "up")):
+        arrays = {"dy": case.inputs["dy"], "x": np.concatenate([case.inputs["gate"], case.inputs["up"]], -1)}
+        yield Case(case.name, {key: arrays[key] for key in names}, options)
+
+
+def swiglu(dtype: str) -> Iterator[Case]:
+    """Gates and factors in one array."""
+    yield from _packed(dtype, _STREAM + 400, {}, ("x",))
+
+
+def swiglu_backward(dtype: str) -> Iterator[Case]:
+    """The same with gradients."""
+    yield from _packed(dtype, _STREAM + 500, {}, ("dy", "x"))
+
+
+def geglu(dtype: str) -> Iterator[Case]:
+    """Gates and factors in one array, in both forms."""
+    for form in _FORMS:
+        yield from _packed(dtype, _STREAM + 600, form, ("x",))
+
+
+def geglu_backward(dtype: str) -> Iterator[Case]:
+    """The same with gradients."""
+    for form in _FORMS:
+        yield from _packed(dtype, _STREAM + 700, form, ("dy", "x"))

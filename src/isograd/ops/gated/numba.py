@@ -81,3 +81,32 @@ def gelu_mul(problem: Any, gate: Any, up: Any, y: Any) -> None:
 def gelu_mul_backward(problem: Any, dy: Any, gate: Any, up: Any, dgate: Any, dup: Any) -> None:
     """Compute dgate and dup."""
     _launch(gated_backward, problem.approximate, dy, gate, up, dgate, dup)
+
+
+def _halves(x: Any) -> tuple[Any, Any]:
+    half = x.shape[-1] // 2
+    return x[..., :half], x[..., half:]
+
+
+@launcher("swiglu")
+def swiglu(problem: Any, x: Any, y: Any) -> None:
+    """Compute y."""
+    _launch(gated, "silu", *_halves(x), y)
+
+
+@launcher("swiglu_backward")
+def swiglu_backward(problem: Any, dy: Any, x: Any, dx: Any) -> None:
+    """Compute both halves of dx, which may be x."""
+    _launch(gated_backward, "silu", dy, *_halves(x), *_halves(dx))
+
+
+@launcher("geglu")
+def geglu(problem: Any, x: Any, y: Any) -> None:
+    """Compute y."""
+    _launch(gated, problem.approximate, *_halves(x), y)
+
+
+@launcher("geglu_backward")
+def geglu_backward(problem: Any, dy: Any, x: Any, dx: Any) -> None:
+    """Compute both halves of dx, which may be x."""
+    _launch(gated_backward, problem.approximate, dy, *_halves(x), *_halves(dx))

@@ -57,6 +57,32 @@ def gelu_mul_backward(dy: Floats, gate: Floats, up: Floats, approximate: str = "
     return _backward(approximate, dy, gate, up)
 
 
+def halves(x: Floats) -> tuple[Floats, Floats]:
+    """The gate and what it is multiplied with, of an array that has both."""
+    half = x.shape[-1] // 2
+    return x[..., :half], x[..., half:]
+
+
+def swiglu(x: Floats) -> Floats:
+    """The bits of y, of a gate and a factor behind it."""
+    return silu_mul(*halves(x))
+
+
+def swiglu_backward(dy: Floats, x: Floats) -> Floats:
+    """The bits of dx."""
+    return np.concatenate(silu_mul_backward(dy, *halves(x)), -1)
+
+
+def geglu(x: Floats, approximate: str = "none") -> Floats:
+    """The bits of y, of a gate and a factor behind it."""
+    return gelu_mul(*halves(x), approximate)
+
+
+def geglu_backward(dy: Floats, x: Floats, approximate: str = "none") -> Floats:
+    """The bits of dx."""
+    return np.concatenate(gelu_mul_backward(dy, *halves(x), approximate), -1)
+
+
 # --- the oracle: the same formulas in the widest float of the machine ------------------------------------------------
 _WIDE = np.longdouble
 _PI = 4 * np.arctan(_WIDE(1))
@@ -137,3 +163,23 @@ def oracle_gelu_mul(gate: Floats, up: Floats, approximate: str = "none") -> Floa
 def oracle_gelu_mul_backward(dy: Floats, gate: Floats, up: Floats, approximate: str = "none") -> tuple[Floats, Floats]:
     """The exact gradients, but for the rounding of the wide type."""
     return _oracle_backward(approximate, dy, gate, up)
+
+
+def oracle_swiglu(x: Floats) -> Floats:
+    """The exact y, but for the rounding of the wide type."""
+    return oracle_silu_mul(*halves(x))
+
+
+def oracle_swiglu_backward(dy: Floats, x: Floats) -> Floats:
+    """The exact gradient, but for the rounding of the wide type."""
+    return np.concatenate(oracle_silu_mul_backward(dy, *halves(x)), -1)
+
+
+def oracle_geglu(x: Floats, approximate: str = "none") -> Floats:
+    """The exact y, but for the rounding of the wide type."""
+    return oracle_gelu_mul(*halves(x), approximate)
+
+
+def oracle_geglu_backward(dy: Floats, x: Floats, approximate: str = "none") -> Floats:
+    """The exact gradient, but for the rounding of the wide type."""
+    return np.concatenate(oracle_gelu_mul_backward(dy, *halves(x), approximate), -1)

@@ -1,6 +1,6 @@
 """silu_mul and gelu_mul in torch's spelling, and their derivatives beyond the first."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -8,8 +8,17 @@ from torch import Tensor
 
 from isograd.core.operation import Operation
 from isograd.errors import InvalidProblemError
-from isograd.ops.gated.operation import GELU_MUL, GELU_MUL_BACKWARD, SILU_MUL, SILU_MUL_BACKWARD
-from isograd.torch import bind
+from isograd.ops.gated.operation import (
+    GEGLU,
+    GEGLU_BACKWARD,
+    GELU_MUL,
+    GELU_MUL_BACKWARD,
+    SILU_MUL,
+    SILU_MUL_BACKWARD,
+    SWIGLU,
+    SWIGLU_BACKWARD,
+)
+from isograd.torch import bind, define, sharding
 from isograd.torch.activations import derivatives
 from isograd.torch.tensors import require_tensor, wide
 from isograd.typing import Approximate
@@ -66,7 +75,49 @@ def _bound(op: Operation, backward: Operation) -> Callable[..., Any]:
     return bind.function(bind.operator(op, tangent=_tangent))
 
 
+def _split(named: Named) -> dict[str, Any]:
+    """The halves of packed tensors by the names that they have alone."""
+    halves = {key: (None, None) if t is None else t.chunk(2, -1) for key, t in named.items() if key in ("x", "dx")}
+    found = {key: t for key, t in named.items() if key not in halves}
+    for key, names in (("x", ("gate", "up")), ("dx", ("dgate", "dup"))):
+        found |= zip(names, halves.get(key, ()), strict=False)
+    return found
+
+
+def _packed_tangent(saved: Named, settings: Any, tangents: Named) -> Tensor:
+    return _tangent(_split(saved), settings, _split(tangents))
+
+
+def _packed_second(saved: Named, settings: Any, needs: Named, grads: Named) -> dict[str, Tensor]:
+    found = _second(_split(saved), settings, needs, _split(grads))
+    return {"dy": found["dy"], "x": torch.cat([found["gate"], found["up"]], -1)}
+
+
+def _packed_second_tangent(saved: Named, settings: Any, tangents: Named) -> Tensor:
+    return torch.cat(_second_tangent(_split(saved), settings, _split(tangents)), -1)
+
+
+def _batch(op: define.Operator, size: int, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+    """A batch is a dimension like the others but for the last one."""
+    pairs = zip(args, (*in_dims, *[None] * len(args)), strict=False)
+    return op(*[define.batched(t, d, size) if isinstance(t, Tensor) else t for t, d in pairs]), 0
+
+
+def _cuts(*args: Any) -> Iterator[tuple[list[int | None], list[int | None]]]:
+    tensors = [t for t in args if isinstance(t, Tensor)]
+    for d in range(tensors[-1].dim() - 1):
+        yield [d], [d] * len(tensors)
+
+
+def _bound_packed(op: Operation, backward: Operation) -> Callable[..., Any]:
+    for packed in (backward, op):
+        sharding.add(packed.name, _cuts)
+    bind.operator(backward, derivative=_packed_second, tangent=_packed_second_tangent, batch=_batch)
+    return bind.function(bind.operator(op, tangent=_packed_tangent, batch=_batch))
+
+
 _silu_mul, _gelu_mul = _bound(SILU_MUL, SILU_MUL_BACKWARD), _bound(GELU_MUL, GELU_MUL_BACKWARD)
+_swiglu, _geglu = _bound_packed(SWIGLU, SWIGLU_BACKWARD), _bound_packed(GEGLU, GEGLU_BACKWARD)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -93,28 +144,34 @@ def gelu_mul(gate: Tensor, up: Tensor, approximate: Approximate = "none") -> Ten
     return result
 
 
-def _halves(name: str, input: Tensor) -> tuple[Tensor, Tensor]:  # noqa: A002
+def _require_even(name: str, input: Tensor) -> None:  # noqa: A002
     require_tensor(name, input, "input")
     if input.dim() == 0 or input.shape[-1] % 2:
         raise InvalidProblemError(
             f"{name}: input has shape {tuple(input.shape)}; accepted: a last dimension of even size"
         )
-    gate, up = input.tensor_split(2, -1)
-    return gate, up
 
 
 def swiglu(input: Tensor) -> Tensor:  # noqa: A002
     """`silu_mul(*input.chunk(2, -1))`: the first half of the last dimension is the gate, read in place.
 
+    The gradient is one tensor that one kernel writes. Differentiable twice.
+
     Raises InvalidProblemError for a last dimension of odd size, UnsupportedError for another dtype.
     """
-    return silu_mul(*_halves("swiglu", input))
+    _require_even("swiglu", input)
+    result: Tensor = _swiglu((input,), ())
+    return result
 
 
 def geglu(input: Tensor, approximate: Approximate = "none") -> Tensor:  # noqa: A002
     """`gelu_mul(*input.chunk(2, -1), approximate)`: the first half of the last dimension is the gate, read in place.
 
+    The gradient is one tensor that one kernel writes. Differentiable twice.
+
     Raises InvalidProblemError for a last dimension of odd size and another `approximate`, UnsupportedError for another
     dtype.
     """
-    return gelu_mul(*_halves("geglu", input), approximate)
+    _require_even("geglu", input)
+    result: Tensor = _geglu((input,), (approximate,))
+    return result

@@ -54,7 +54,7 @@ ADD_LAYERNORM = Operation(
     bound=bounds.add_layernorm,
     formula=f"summed: ulp(summed)/2; y, measured from it: {LAYERNORM.formula}",
     vjp="add_layernorm_backward",
-    alike={"residual": "x"},
+    same={"residual": "x"},
 )
 ADD_LAYERNORM_BACKWARD = Operation(
     "add_layernorm_backward",
@@ -67,7 +67,7 @@ ADD_LAYERNORM_BACKWARD = Operation(
         "dsummed": Like(optional=True),
         "weight": AlongAxis(optional=True),
     },
-    outputs=LAYERNORM_BACKWARD.outputs | {"dx": Like(over=("dy", "dsummed", "summed"))},
+    outputs={**LAYERNORM_BACKWARD.outputs, "dx": Like(over=("dy", "dsummed", "summed"))},
     reference=reference.add_layernorm_backward,
     oracle=reference.oracle_add_layernorm_backward,
     bound=bounds.add_layernorm_backward,

@@ -73,7 +73,7 @@ def add_layernorm(
     bias: Floats | None = None,
     axis: int = -1,
     eps: float = 1e-5,
-) -> tuple[Floats, Floats, Floats, Floats]:
+) -> tuple[Floats, ...]:
     """The bits of (y, summed, mean, rstd): the norm of the sum as it is stored."""
     summed = _added(x, residual)
     y, *statistics = layernorm(summed, weight, bias, axis, eps)
@@ -149,7 +149,7 @@ def oracle_add_layernorm(
     bias: Floats | None = None,
     axis: int = -1,
     eps: float = 1e-5,
-) -> tuple[Floats, Floats, Floats, Floats]:
+) -> tuple[Floats, ...]:
     """The exact sum; the exact norm of what is stored of it."""
     with np.errstate(all="ignore"):
         exact = x.astype(_WIDE) + residual.astype(_WIDE)

@@ -41,7 +41,7 @@ ADD_RMSNORM = Operation(
     bound=bounds.add_rmsnorm,
     formula=f"summed: ulp(summed)/2; y, measured from it: {RMSNORM.formula}",
     vjp="add_rmsnorm_backward",
-    alike={"residual": "x"},
+    same={"residual": "x"},
 )
 ADD_RMSNORM_BACKWARD = Operation(
     "add_rmsnorm_backward",
@@ -53,7 +53,7 @@ ADD_RMSNORM_BACKWARD = Operation(
         "dsummed": Like(optional=True),
         "weight": AlongAxis(optional=True),
     },
-    outputs=RMSNORM_BACKWARD.outputs | {"dx": Like(over=("dy", "dsummed", "summed"))},
+    outputs={**RMSNORM_BACKWARD.outputs, "dx": Like(over=("dy", "dsummed", "summed"))},
     reference=reference.add_rmsnorm_backward,
     oracle=reference.oracle_add_rmsnorm_backward,
     bound=bounds.add_rmsnorm_backward,

@@ -53,7 +53,7 @@ def _added(a: Floats, b: Floats) -> Floats:
 
 def add_rmsnorm(
     x: Floats, residual: Floats, weight: Floats | None = None, axis: int = -1, eps: float = 1e-6
-) -> tuple[Floats, Floats, Floats]:
+) -> tuple[Floats, ...]:
     """The bits of (y, summed, rstd): the norm of the sum as it is stored."""
     summed = _added(x, residual)
     y, *statistics = rmsnorm(summed, weight, axis, eps)
@@ -108,7 +108,7 @@ def oracle_rmsnorm_backward(
 
 def oracle_add_rmsnorm(
     x: Floats, residual: Floats, weight: Floats | None = None, axis: int = -1, eps: float = 1e-6
-) -> tuple[Floats, Floats, Floats]:
+) -> tuple[Floats, ...]:
     """The exact sum; the exact norm of what is stored of it."""
     with np.errstate(all="ignore"):
         exact = x.astype(_WIDE) + residual.astype(_WIDE)
