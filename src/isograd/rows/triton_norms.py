@@ -7,7 +7,7 @@ weight and bias need x and dy once more and not twice.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -33,13 +33,18 @@ def _load(ptr, row, column, step, n, count, MASKED: tl.constexpr, NATIVE: tl.con
 
 
 @triton.jit
-def _along(ptr, step, column, n, MASKED: tl.constexpr, NATIVE: tl.constexpr):
-    """What all rows share."""
-    if MASKED:
-        w = tl.load(ptr + column * step, mask=column < n, other=0.0)
-    else:
-        w = tl.load(ptr + column * step)
-    return ops.widen(w, NATIVE)
+def _along(ptr, step, column, n, first, work: tl.constexpr, MASKED: tl.constexpr, NATIVE: tl.constexpr):
+    """What all rows share, read again for every row, from the cache.
+
+    The branch, which is always taken, keeps it from being held in registers, or fetched ahead as rows are.
+    """
+    w = tl.zeros(column.shape, work)
+    if first >= 0:
+        if MASKED:
+            w = ops.widen(tl.load(ptr + column * step, mask=column < n, other=0.0), NATIVE)
+        else:
+            w = ops.widen(tl.load(ptr + column * step), NATIVE)
+    return w
 
 
 @triton.jit
@@ -56,34 +61,36 @@ def norm_rows(
     weight_ptr, bias_ptr, mean_ptr, rstd_ptr, residual_ptr, x_ptr, summed_ptr, y_ptr, eps_low, eps_high, n, count,
     weight_step, bias_step, mean_step, rstd_step, residual_step, x_step, summed_step, y_step, CENTERED: tl.constexpr,
     WEIGHTED: tl.constexpr, BIASED: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    GROUP: tl.constexpr, V: tl.constexpr, MASKED: tl.constexpr, NATIVE: tl.constexpr,
+    GROUP: tl.constexpr, V: tl.constexpr, MASKED: tl.constexpr, NATIVE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Rows of the result, which may be x, and of the sum with the residual."""
     work: tl.constexpr = rstd_ptr.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = row < count
     column = tiles.columns(BLOCK, GROUP, V)
-    x = _load(x_ptr, row, column, x_step, n, count, MASKED, NATIVE)
-    if RESIDUAL:
-        x += _load(residual_ptr, row, column, residual_step, n, count, MASKED, NATIVE)
-        summed = ops.narrow(x, summed_ptr.dtype.element_ty, NATIVE)
-        _store(summed_ptr, row, column, summed_step, n, count, summed, MASKED)
-        x = ops.widen(summed, NATIVE)
-    if CENTERED:
-        mean = tiles.held_mean(x, n, work, ROWS)
-        tl.store(mean_ptr + row * mean_step, ops.narrow(mean, work, False), mask=inside)
-        x -= tiles.broad(mean)
-        if MASKED:
-            x = tl.where(column < n, x, 0.0)
-    r = tiles.held_mean(x * x, n, work, ROWS) + tiles.number(eps_low, eps_high, work)
-    r = ops.divide(1.0, ops.root(r))
-    tl.store(rstd_ptr + row * rstd_step, ops.narrow(r, work, False), mask=inside)
-    y = x * tiles.broad(r)
-    if WEIGHTED:
-        y *= _along(weight_ptr, weight_step, column, n, MASKED, NATIVE)
-    if BIASED:
-        y += _along(bias_ptr, bias_step, column, n, MASKED, NATIVE)
-    _store(y_ptr, row, column, y_step, n, count, ops.narrow(y, y_ptr.dtype.element_ty, NATIVE), MASKED)
+    step = tl.num_programs(0).to(tl.int64) * ROWS
+    for first in tl.range(tl.program_id(0).to(tl.int64) * ROWS, count, step, num_stages=STAGES):
+        row = first + tl.arange(0, ROWS)
+        inside = row < count
+        x = _load(x_ptr, row, column, x_step, n, count, MASKED, NATIVE)
+        if RESIDUAL:
+            x += _load(residual_ptr, row, column, residual_step, n, count, MASKED, NATIVE)
+            summed = ops.narrow(x, summed_ptr.dtype.element_ty, NATIVE)
+            _store(summed_ptr, row, column, summed_step, n, count, summed, MASKED)
+            x = ops.widen(summed, NATIVE)
+        if CENTERED:
+            mean = tiles.held_mean(x, n, work, ROWS)
+            tl.store(mean_ptr + row * mean_step, ops.narrow(mean, work, False), mask=inside)
+            x -= tiles.broad(mean)
+            if MASKED:
+                x = tl.where(column < n, x, 0.0)
+        r = tiles.held_mean(x * x, n, work, ROWS) + tiles.number(eps_low, eps_high, work)
+        r = ops.divide(1.0, ops.root(r))
+        tl.store(rstd_ptr + row * rstd_step, ops.narrow(r, work, False), mask=inside)
+        y = x * tiles.broad(r)
+        if WEIGHTED:
+            y *= _along(weight_ptr, weight_step, column, n, first, work, MASKED, NATIVE)
+        if BIASED:
+            y += _along(bias_ptr, bias_step, column, n, first, work, MASKED, NATIVE)
+        _store(y_ptr, row, column, y_step, n, count, ops.narrow(y, y_ptr.dtype.element_ty, NATIVE), MASKED)
 
 
 @triton.jit
@@ -92,6 +99,7 @@ def norm_backward_rows(
     rstd_step, dy_step, dsummed_step, x_step, dx_step, CENTERED: tl.constexpr, WEIGHTED: tl.constexpr,
     ADDED: tl.constexpr, DX: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr, MASKED: tl.constexpr, NATIVE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write dx where it is asked for (DX), and the keys of every column's largest terms of dweight and of dbias."""
     work: tl.constexpr = rstd_ptr.dtype.element_ty
@@ -99,7 +107,7 @@ def norm_backward_rows(
     best = tiles.empty_tile(BLOCK, ROWS, GROUP, V, 0.0, work)
     bias_best = best
     step = tl.num_programs(0).to(tl.int64) * ROWS
-    for first in range(tl.program_id(0).to(tl.int64) * ROWS, count, step):
+    for first in tl.range(tl.program_id(0).to(tl.int64) * ROWS, count, step, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
         inside = row < count
         mask = tiles.broad(inside) & (column < n)
@@ -118,8 +126,7 @@ def norm_backward_rows(
         if DX:
             g = dy
             if WEIGHTED:
-                # An offset of 0, which no compiler can tell: the weight is read again for every row, from the cache.
-                g = dy * _along(weight_ptr + tl.minimum(first, 0) * V, weight_step, column, n, MASKED, NATIVE)
+                g = dy * _along(weight_ptr, weight_step, column, n, first, work, MASKED, NATIVE)
             if CENTERED:
                 if MASKED:
                     g = tl.where(mask, g, 0.0)
@@ -155,9 +162,18 @@ def added(a_ptr, b_ptr, y_ptr, n, shape, a_strides, b_strides, y_strides, BLOCK:
 
 
 # --- launches --------------------------------------------------------------------------------------------------------
-_GROUP = 64  # bytes of the work type that a thread has of each tile
-_REGISTERS: int | None = None
 _LONGEST = 1 << 15  # bytes of the work type in a row that is held
+
+
+class _Tuning(NamedTuple):
+    """Bytes of the work type that a thread has of a row, rows that are fetched ahead and one, registers of a thread."""
+
+    group: int
+    stages: int
+    registers: int | None = None
+
+
+_FORWARD, _BACKWARD = _Tuning(64, 2), _Tuning(64, 2)
 
 
 @kept
@@ -172,13 +188,12 @@ def _held(
     itemsize: int,
     double: bool,
     arch: int,
-    programs: int,
+    multiprocessors: int,
     _: Any,
 ) -> Launcher | None:
     """The kernel of a problem whose rows lie one after the other; None of another one.
 
-    strides: of so many arrays along the axis, of so many without it, and of whole rows. programs: that stay; 0 for one
-    a tile.
+    strides: of so many arrays along the axis, of so many without it, and of whole rows.
     """
     n, wide = shape[axis], 8 if double else 4
     first = strides[:along]
@@ -187,21 +202,18 @@ def _held(
     block = power_of_two(n)
     if problem.outer_shape or any(s != 1 for s in problem.axis_strides[per_row:]) or block * wide > _LONGEST:
         return None
-    group = min(_GROUP // wide, block)
+    tuning = _FORWARD if kernel is norm_rows else _BACKWARD
+    group = min(tuning.group // wide, block)
     threads = block // group
     of_tile = max(128 // threads, 1)
     vector = min(16 // itemsize, group)
     tail = (
         n, problem.inner, *[s[0] for s in first], *problem.inner_strides, *flags, block, of_tile, group, vector,
-        block != n or of_tile > 1, arch >= 90,
+        block != n or of_tile > 1, arch >= 90, tuning.stages,
     )  # fmt: skip
-    pieces = -(-problem.inner // of_tile)
+    programs = min(-(-problem.inner // of_tile), 16 * multiprocessors)
     warps = max(of_tile * threads // 32, 1)
-    stays = programs > 0
-    specification = Specification(
-        tail, min(pieces, programs) if stays else pieces, warps, registers=_REGISTERS if stays else None,
-        free=("count",), stays=stays,
-    )  # fmt: skip
+    specification = Specification(tail, programs, warps, registers=tuning.registers, free=("count",), stays=True)
     return Launcher(kernel, specification)
 
 
@@ -240,7 +252,7 @@ def normalized(
     flags = (mean is not None, weight is not None, bias is not None, residual is not None)
     found = _held(
         norm_rows, axis, tuple(x.shape), 2, 2, tuple([t.stride() for t in tensors]), flags, x.element_size(),
-        rstd.dtype == torch.float64, architecture(x), 0, x.dtype,
+        rstd.dtype == torch.float64, architecture(x), processors(x), x.dtype,
     ) if held else None  # fmt: skip
     if found is not None:
         found(*tensors, numbers=eps)
@@ -282,7 +294,7 @@ def gradients(
             return None
         return _held(
             norm_backward_rows, axis, tuple(x.shape), 1, 2, tuple([t.stride() for t in tensors]), (*about, *asked),
-            x.element_size(), rstd.dtype == torch.float64, architecture(x), 16 * processors(x), x.dtype,
+            x.element_size(), rstd.dtype == torch.float64, architecture(x), processors(x), x.dtype,
         )  # fmt: skip
 
     if dweight is not None or dbias is not None:

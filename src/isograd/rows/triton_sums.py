@@ -125,6 +125,7 @@ def column_parts(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, keys_ptr, words_ptr, n, count, chunks, length, shape, dy_steps, x_steps,
     mean_steps, rstd_steps, dy_axis, x_axis, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CENTERED: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, MASKED: tl.constexpr, NATIVE: tl.constexpr, WORDS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """The integer sums of every column, added up in memory."""
     row, stop, column = _chunk(chunks, length, count, ROWS, COLUMNS)
@@ -141,7 +142,7 @@ def column_parts(
         high = tl.zeros((ROWS, COLUMNS), narrow)
         low, bias_high, bias_low_sum = high, high, high
         rounds = tl.minimum(_ROUNDS, tl.cdiv(length - start, ROWS))
-        for i in range(rounds):
+        for i in tl.range(0, rounds, num_stages=STAGES):
             p, dy = _terms(
                 dy_ptr, x_ptr, mean_ptr, rstd_ptr, row + start + i * ROWS, stop, column, n, shape, dy_steps, x_steps,
                 mean_steps, rstd_steps, dy_axis, x_axis, CENTERED, MASKED, NATIVE,
@@ -192,7 +193,7 @@ def column_finish(
 
 
 # --- launches --------------------------------------------------------------------------------------------------------
-_WAVES, _WARPS, _REGISTERS = 4, 4, None
+_WAVES, _WARPS, _REGISTERS, _STAGES = 4, 4, None, 3
 _ROWS, _COLUMNS, _MOST_ROWS = 8, 256, 1 << 17  # of a tile; terms whose integer parts add up in one word each
 
 
@@ -237,7 +238,10 @@ def _sums(
     ]
     return _Sums(
         Launcher(column_keys, Specification(tail, chunks * blocks, free=free)),
-        Launcher(column_parts, Specification((*tail, words), chunks * blocks, _WARPS, free=free, registers=_REGISTERS)),
+        Launcher(
+            column_parts,
+            Specification((*tail, words, _STAGES), chunks * blocks, _WARPS, free=free, registers=_REGISTERS),
+        ),
         tuple(finish),
     )
 
