@@ -21,6 +21,7 @@ from triton_targets import TARGETS, resources  # noqa: E402
 from isograd.ops import OPERATIONS  # noqa: E402
 from isograd.reduction import triton_kernels as reduction_kernels  # noqa: E402
 from isograd.rows import triton_launch as rows  # noqa: E402
+from isograd.rows import triton_norms, triton_sums  # noqa: E402
 
 SCRIPT = Path(__file__).parent / "interpreted_operations.py"
 QUICK = [name for name in NAMES if OPERATIONS[name].vjp]
@@ -83,7 +84,7 @@ def kernels_of(name: str, problem: str, target: str) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         for function in others:
             stack.enter_context(mock.patch.object(module, function))
-        found = triton_targets.kernels_of(target, launch, rows, *modules_of(name))
+        found = triton_targets.kernels_of(target, launch, rows, triton_norms, triton_sums, *modules_of(name))
     if not found and others:
         pytest.skip("it has no kernel of its own")
     return found

@@ -1,4 +1,4 @@
-"""Norms of sums with a residual: the bits of the sum and of the norm of it, forward and backward, in every front end."""
+"""Norms of sums with a residual: the bits of the sum and of the norm of it, forward and backward, everywhere."""
 
 import numpy as np
 import pytest

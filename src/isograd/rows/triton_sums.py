@@ -193,8 +193,8 @@ def column_finish(
 
 
 # --- launches --------------------------------------------------------------------------------------------------------
-_WAVES, _WARPS, _REGISTERS, _STAGES = 4, 4, None, 3
-_ROWS, _COLUMNS, _MOST_ROWS = 8, 256, 1 << 17  # of a tile; terms whose integer parts add up in one word each
+_WAVES, _STAGES = 8, 4  # programs a multiprocessor; tiles that are fetched ahead, and one
+_ROWS, _COLUMNS, _MOST_ROWS = 16, 128, 1 << 17  # of a tile; terms whose integer parts add up in one word each
 
 
 class _Sums(NamedTuple):
@@ -221,15 +221,16 @@ def _sums(
     outer = (tuple(dy[d] for d in others), tuple(x[d] for d in others), mean, rstd)
     sizes, steps = merged([shape[d] for d in others], outer)
     steps = steps or [(0, 0, 0, 0)]
+    tall = _ROWS // 4 if words == 4 else _ROWS  # as many registers for doubles
     count, blocks, columns = math.prod(sizes), -(-n // _COLUMNS), n * len(out_steps)
-    chunks = max(min(-(-_WAVES * multiprocessors // blocks), -(-count // _ROWS)), -(-count // _MOST_ROWS))
-    length = -(-count // (chunks * _ROWS)) * _ROWS
+    chunks = max(min(-(-_WAVES * multiprocessors // blocks), -(-count // tall)), -(-count // _MOSTtall))
+    length = -(-count // (chunks * tall)) * tall
     # Nobody divides by the first size, which varies with the number of rows.
     walk = ((0, *sizes[1:]), *(tuple(step[t] for step in steps) for t in range(4)))
     bias = len(out_steps) > weight
     masked, native = n % _COLUMNS != 0, arch >= 90
     tail = (
-        n, count, chunks, length, *walk, dy[axis], x[axis], _ROWS, _COLUMNS, centered, weight, bias, masked, native
+        n, count, chunks, length, *walk, dy[axis], x[axis], tall, _COLUMNS, centered, weight, bias, masked, native
     )  # fmt: skip
     free = ("count", "chunks", "length")
     finish = [
@@ -240,7 +241,7 @@ def _sums(
         Launcher(column_keys, Specification(tail, chunks * blocks, free=free)),
         Launcher(
             column_parts,
-            Specification((*tail, words, _STAGES), chunks * blocks, _WARPS, free=free, registers=_REGISTERS),
+            Specification((*tail, words, _STAGES), chunks * blocks, free=free),
         ),
         tuple(finish),
     )
