@@ -223,7 +223,7 @@ def _sums(
     steps = steps or [(0, 0, 0, 0)]
     tall = _ROWS // 4 if words == 4 else _ROWS  # as many registers for doubles
     count, blocks, columns = math.prod(sizes), -(-n // _COLUMNS), n * len(out_steps)
-    chunks = max(min(-(-_WAVES * multiprocessors // blocks), -(-count // tall)), -(-count // _MOSTtall))
+    chunks = max(min(-(-_WAVES * multiprocessors // blocks), -(-count // tall)), -(-count // _MOST_ROWS))
     length = -(-count // (chunks * tall)) * tall
     # Nobody divides by the first size, which varies with the number of rows.
     walk = ((0, *sizes[1:]), *(tuple(step[t] for step in steps) for t in range(4)))
