@@ -29,7 +29,7 @@ from isograd.cli.files import checked_file, save
 from isograd.cli.suites import SUITES
 from isograd.core.registry import kernels
 
-Function = Callable[..., torch.Tensor]
+Function = Callable[..., Any]
 SHAPES = ((32768, 4096), (8192, 16384))
 DTYPES = (torch.bfloat16, torch.float32)
 SECONDS = 0.15  # at least, of the rounds of one comparison
@@ -156,8 +156,39 @@ def norms(shape: tuple[int, int], dtype: torch.dtype) -> Iterator[Problem]:
     yield Problem("layer_norm", (x, weight, bias), functions, 2, 3)
 
 
-FAMILIES = {"gated": gated, "alone": alone, "dropout": dropout, "rotary": rotary, "norms": norms}
-OPERATIONS = ("silu_mul", "gelu_mul", "silu", "gelu", "dropout", "rotary", "rmsnorm", "layernorm")
+def added(shape: tuple[int, int], dtype: torch.dtype) -> Iterator[Problem]:
+    """Norms of the sum with a residual, which is a result as well."""
+    x, residual, weight, bias = (draw(s, dtype, 8 + i) for i, s in enumerate((shape, shape, shape[1:], shape[1:])))
+
+    def torch_rms(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        summed = x + r
+        return F.rms_norm(summed, shape[1:], w, 1e-6), summed
+
+    def torch_layer(
+        x: torch.Tensor, r: torch.Tensor, w: torch.Tensor, b: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        summed = x + r
+        return F.layer_norm(summed, shape[1:], w, b), summed
+
+    functions: dict[str, Any] = {
+        "isograd": lambda x, r, w: igt.rms_norm(x, shape[1:], w, 1e-6, residual=r),
+        "torch": torch_rms,
+    }
+    if (kernel := liger("fused_add_rms_norm", "LigerFusedAddRMSNormFunction")) is not None:
+        functions["Liger"] = lambda x, r, w: kernel.apply(x, r, w, 1e-6, 0.0, "llama", False)
+    if (fused := quack()) is not None:
+        functions["quack"] = lambda x, r, w: fused(x, w, residual=r, eps=1e-6, prenorm=True)
+    yield Problem("rms_norm, residual", (x, residual, weight), functions, 4, 4)
+    functions = {
+        "isograd": lambda x, r, w, b: igt.layer_norm(x, shape[1:], w, b, residual=r),
+        "torch": torch_layer,
+    }
+    yield Problem("layer_norm, residual", (x, residual, weight, bias), functions, 4, 4)
+
+
+FAMILIES = {"gated": gated, "alone": alone, "dropout": dropout, "rotary": rotary, "norms": norms, "added": added}
+OPERATIONS = ("silu_mul", "gelu_mul", "silu", "gelu", "dropout", "rotary", "rmsnorm", "layernorm", "add_rmsnorm")
+OPERATIONS += ("add_layernorm", "swiglu", "geglu")
 CHECKED = {f"{name}{kind}" for name in OPERATIONS for kind in ("", "_backward")}
 
 
@@ -184,14 +215,15 @@ def ran(problem: Problem, compiles: bool, what: str, size: int, scratch: torch.T
         problem.forward * size, scratch,
     )  # fmt: skip
     backward: dict[str, Callable[[], Any]] = {}
-    dy = None
+    dy: tuple[torch.Tensor, ...] = ()
     for name, function in functions.items():
         try:
             y = function(*problem.inputs)
         except Exception as error:  # a project that refuses the problem; the forward pass has said so
             print(f"  {name}: {error!r}"[:120])
             continue
-        dy = torch.randn_like(y) if dy is None else dy
+        y = tuple(y)[:2] if isinstance(y, (tuple, list)) else (y,)
+        dy = dy or tuple([torch.randn_like(t) for t in y])
         # Liger writes gradients into what it saved: what it computes from the second time on is no gradient.
         backward[name] = lambda y=y, dy=dy: torch.autograd.grad(y, problem.inputs, dy, retain_graph=True)  # type: ignore[misc]
     yield timed(f"{problem.name}, {what}, backward", backward, problem.backward * size, scratch)

@@ -118,6 +118,11 @@ CALLS = [
         "dloss": (X, None), "experts": (INDEX + 2, X), "shape": ((3, -1), 4), "dtype": ("int8", 3)}),
     ("router_z_loss", (X,), {}, {"logits": (INTEGERS, HIGH, None)}),
     ("router_z_loss_backward", (ONE, X), {}, {"dloss": (X, None), "logits": (INTEGERS, None)}),
+    ("swiglu", (X,), {}, {"x": (INTEGERS, X[:, :3], None)}),
+    ("geglu", (X,), {}, {"x": (INTEGERS, X[:, :3], None), "approximate": ("erf",)}),
+    ("swiglu_backward", (X[:, :2], X), {}, {"dy": (X, WIDE[:, :2]), "x": (INTEGERS, X[:, :2], None)}),
+    ("geglu_backward", (X[:, :2], X), {}, {
+        "dy": (X, WIDE[:, :2]), "x": (INTEGERS, X[:, :2], None), "approximate": ("erf",)}),
     ("rotary_table", (4, 8), {}, {"length": (-1, 1.5), "dim": (0, 7, "8"), "base": (0.5, float("inf"), None)}),
     *[
         (name, [a for a in arrays_of(op) if a is not None], required_of(op), wrong_of(op))
