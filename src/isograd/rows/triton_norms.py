@@ -155,6 +155,9 @@ def added(a_ptr, b_ptr, y_ptr, n, shape, a_strides, b_strides, y_strides, BLOCK:
 
 
 # --- launches --------------------------------------------------------------------------------------------------------
+_STAY = 16  # programs of a multiprocessor that stay, at most
+
+
 class _Tuning(NamedTuple):
     """Bytes of the work type that a thread has of a row, registers of a thread, bytes of the longest row."""
 
@@ -213,7 +216,7 @@ def _held(
     )  # fmt: skip
     programs = -(-problem.inner // of_tile)
     if not forward:  # which stay
-        programs = min(programs, 16 * multiprocessors)
+        programs = min(programs, _STAY * multiprocessors)
     warps = max(of_tile * threads // 32, 1)
     registers = tuning.registers if arch and of_tile == 1 else None
     specification = Specification(
