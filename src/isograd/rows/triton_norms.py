@@ -23,12 +23,13 @@ from isograd.rows.triton_sums import sums_over_rows
 
 
 @triton.jit
-def _load(ptr, row, column, step, n, count, MASKED: tl.constexpr, NATIVE: tl.constexpr):
+def _load(ptr, row, column, step, n, count, MASKED: tl.constexpr, NATIVE: tl.constexpr, POLICY: tl.constexpr = ""):
     pointers = ptr + (tiles.broad(row) * step + column)
     if MASKED:
-        x = tl.load(pointers, mask=tiles.broad(row < count) & (column < n), other=0.0)
+        mask = tiles.broad(row < count) & (column < n)
+        x = tl.load(pointers, mask=mask, other=0.0, eviction_policy=POLICY)
     else:
-        x = tl.load(pointers)
+        x = tl.load(pointers, eviction_policy=POLICY)
     return ops.widen(x, NATIVE)
 
 
@@ -87,6 +88,26 @@ def norm_rows(
 
 
 @triton.jit
+def _pair(
+    dy_ptr, x_ptr, w_ptr, row, column, dy_step, x_step, weight_step, n, count, mean, r, CENTERED: tl.constexpr,
+    WEIGHTED: tl.constexpr, MASKED: tl.constexpr, NATIVE: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    """(g, v, dy), zero outside."""
+    dy = _load(dy_ptr, row, column, dy_step, n, count, MASKED, NATIVE, POLICY)
+    v = _load(x_ptr, row, column, x_step, n, count, MASKED, NATIVE, POLICY)
+    if CENTERED:
+        v -= mean
+    v *= r
+    g = dy
+    if WEIGHTED:
+        g = dy * _along(w_ptr, weight_step, column, n, MASKED, NATIVE)
+    if MASKED:  # a row that is not finite has NaN beyond its end as well
+        mask = tiles.broad(row < count) & (column < n)
+        g, v = tl.where(mask, g, 0.0), tl.where(mask, v, 0.0)
+    return g, v, dy
+
+
+@triton.jit
 def norm_backward_rows(
     weight_ptr, mean_ptr, rstd_ptr, dy_ptr, dsummed_ptr, x_ptr, dx_ptr, keys_ptr, n, count, weight_step, mean_step,
     rstd_step, dy_step, dsummed_step, x_step, dx_step, CENTERED: tl.constexpr, WEIGHTED: tl.constexpr,
@@ -102,32 +123,33 @@ def norm_backward_rows(
     for first in range(tl.program_id(0).to(tl.int64) * ROWS, count, step):
         row = first + tl.arange(0, ROWS)
         inside = row < count
-        mask = tiles.broad(inside) & (column < n)
         r = tiles.broad(tl.load(rstd_ptr + row * rstd_step, mask=inside, other=0.0))
-        dy = _load(dy_ptr, row, column, dy_step, n, count, MASKED, NATIVE)
-        v = _load(x_ptr, row, column, x_step, n, count, MASKED, NATIVE)
+        mean = r
         if CENTERED:
-            v -= tiles.broad(tl.load(mean_ptr + row * mean_step, mask=inside, other=0.0))
-        v *= r
-        if MASKED:  # a row that is not finite has NaN beyond its end as well
-            v = tl.where(mask, v, 0.0)
+            mean = tiles.broad(tl.load(mean_ptr + row * mean_step, mask=inside, other=0.0))
+        # An offset of 0, which no compiler can tell: the weight is read again for every row, from the cache.
+        w_ptr = weight_ptr + tl.minimum(first, 0) * V
+        g, v, dy = _pair(
+            dy_ptr, x_ptr, w_ptr, row, column, dy_step, x_step, weight_step, n, count, mean, r, CENTERED, WEIGHTED,
+            MASKED, NATIVE, "",
+        )  # fmt: skip
         if WEIGHT:
             best = tiles.larger(best, tl.abs(dy * v))
         if BIAS:
             bias_best = tiles.larger(bias_best, tl.abs(dy))
         if DX:
-            g = dy
-            if WEIGHTED:
-                # An offset of 0, which no compiler can tell: the weight is read again for every row, from the cache.
-                g = dy * _along(weight_ptr + tl.minimum(first, 0) * V, weight_step, column, n, MASKED, NATIVE)
+            b = r
             if CENTERED:
-                if MASKED:
-                    g = tl.where(mask, g, 0.0)
-                h = g - tiles.broad(tiles.held_mean(g, n, work, ROWS))
-            else:
-                h = g
+                b = tiles.broad(tiles.held_mean(g, n, work, ROWS))
             a = tiles.broad(tiles.held_mean(g * v, n, work, ROWS))
-            y = ops.narrow(r * (h - v * a), dx_ptr.dtype.element_ty, NATIVE)
+            # Once more from the cache, which leaves registers to more programs. Another policy, or loads would be one.
+            g, v, dy = _pair(
+                dy_ptr, x_ptr, w_ptr, row, column, dy_step, x_step, weight_step, n, count, mean, r, CENTERED, WEIGHTED,
+                MASKED, NATIVE, "evict_first",
+            )  # fmt: skip
+            if CENTERED:
+                g -= b
+            y = ops.narrow(r * (g - v * a), dx_ptr.dtype.element_ty, NATIVE)
             if ADDED:
                 y = ops.widen(y, NATIVE) + _load(dsummed_ptr, row, column, dsummed_step, n, count, MASKED, NATIVE)
                 y = ops.narrow(y, dx_ptr.dtype.element_ty, NATIVE)
