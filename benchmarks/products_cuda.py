@@ -1,10 +1,11 @@
 """The order-free product of 16-bit integers on a GPU beside cuBLAS in bfloat16 and torch._int_mm, in one run.
 
-    python benchmarks/products_cuda.py [--tiles] [--json FILE]
+    python benchmarks/products_cuda.py [--tiles] [--experts] [--json FILE]
 
 TFLOP/s are those of the product that is asked for, 2 M N K; torch._int_mm multiplies matrices of one byte, of which the
 product needs four, and its figure is a quarter of what it reaches. With slicing, both operands are cut anew. Bits are
-compared with those of the CPU first. --tiles times every tile of a list at the first and the last size.
+compared with those of the CPU first. Products of experts stand beside torch's grouped product in bfloat16, or a loop of
+cuBLAS where there is none. --tiles times every tile of a list at the first and the last size, --experts experts alone.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import isograd.torch as igt
 from isograd.cli.bench_cuda import environment
 from isograd.products import cuda
 from isograd.products.tiles import HOPPER, HOPPER_TALL, Tiles
+from isograd.torch.ops_grouped import GROUPED_MATMUL, GROUPED_OUTER
 
 SIZES = ((8192, 8192, 8192), (16384, 4096, 4096), (16384, 14336, 4096), (4096, 4096, 16384))
 _TRITON = (
@@ -36,11 +38,16 @@ TILES = [
 
 
 def check_bits() -> None:
-    """Compare products with the CPU's: small, many tiles, and a long contracted axis."""
+    """Compare products with the CPU's: small, many tiles, a long contracted axis, and of experts."""
     for m, k, n in ((300, 520, 270), (2100, 520, 4100), (128, 70_000, 64)):
         a, b = (torch.randn(s).bfloat16() for s in ((m, k), (k, n)))
         if not torch.equal(igt.matmul(a.cuda(), b.cuda()).cpu(), igt.matmul(a, b)):
             raise SystemExit(f"the product {m} x {n} x {k} differs from the CPU's")
+    x, w, g = (torch.randn(s).bfloat16() for s in ((700, 300), (3, 200, 300), (700, 200)))
+    offsets = torch.tensor([0, 300, 301, 700])
+    for op, given in ((GROUPED_MATMUL, (x, w.mT, offsets, True)), (GROUPED_OUTER, (x, g, offsets, True))):
+        if not torch.equal(op(*[t.cuda() if isinstance(t, torch.Tensor) else t for t in given]).cpu(), op(*given)):
+            raise SystemExit("a product of experts differs from the CPU's")
 
 
 class Problem:
@@ -71,15 +78,85 @@ class Problem:
         }
 
 
+# Experts, rows, features, outputs: as in Mixtral, and with many experts as in OLMoE.
+EXPERTS = ((8, 16384, 4096, 14336), (64, 32768, 2048, 1024))
+
+
+class Experts:
+    """A grouped layer: x [rows, features], sorted by expert, w [experts, outputs, features]."""
+
+    def __init__(self, experts: int, rows: int, features: int, outputs: int) -> None:
+        self.x, self.g = (torch.randn(rows, n, device="cuda", dtype=torch.bfloat16) for n in (features, outputs))
+        self.w = torch.randn(experts, outputs, features, device="cuda", dtype=torch.bfloat16)
+        # As uneven as a router's: the shares of a softmax.
+        shares = torch.randn(experts, generator=torch.Generator().manual_seed(0)).mul(0.5).softmax(0)
+        ends = (shares.cumsum(0) * rows).round().long()
+        ends[-1] = rows
+        self.offsets = torch.cat([torch.zeros(1, dtype=torch.long), ends]).cuda()
+        self.ends = ends.to(torch.int32).cuda()
+        self.counts = ends.diff(prepend=torch.zeros(1, dtype=torch.long)).tolist()
+        self.work = 2 * rows * features * outputs / 1e9
+
+    def native(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """Torch's product of the rows of every expert."""
+        if hasattr(torch, "_grouped_mm"):
+            return torch._grouped_mm(x, w, offs=self.ends)
+        return torch.cat([part @ one for part, one in zip(x.split(self.counts), w, strict=True)])
+
+    def native_along(self) -> torch.Tensor:
+        """Torch's gradient of the weight."""
+        if hasattr(torch, "_grouped_mm"):
+            return torch._grouped_mm(self.g.t(), self.x, offs=self.ends)
+        return torch.stack(
+            [g.t() @ x for g, x in zip(self.g.split(self.counts), self.x.split(self.counts), strict=True)]
+        )
+
+    def calls(self) -> dict[str, Callable[[], Any]]:
+        """What is timed; slicing and balances are included."""
+        w = self.w.mT
+        return {
+            "forward": lambda: GROUPED_MATMUL(self.x, w, self.offsets, True),
+            "gradient of x": lambda: GROUPED_MATMUL(self.g, self.w, self.offsets, True),
+            "gradient of w": lambda: GROUPED_OUTER(self.x, self.g, self.offsets, True),
+            "a loop of igt.linear": lambda: [
+                igt.linear(part, one) for part, one in zip(self.x.split(self.counts), self.w, strict=True)
+            ],
+            "torch, forward": lambda: self.native(self.x, w),
+            "torch, gradient of x": lambda: self.native(self.g, self.w),
+            "torch, gradient of w": self.native_along,
+        }
+
+
+def time_experts() -> dict[str, Any]:
+    """The figures of grouped layers."""
+    found = {}
+    for experts, rows, features, outputs in EXPERTS:
+        problem = Experts(experts, rows, features, outputs)
+        times = measure(problem.calls(), rounds=7, least=0.1)
+        name = f"{experts} experts, {rows} rows, {features} to {outputs}"
+        found[name] = {"milliseconds": times, "TFLOP/s": {call: problem.work / t for call, t in times.items()}}
+        show(name, found[name])
+    return found
+
+
+def show(title: str, entry: dict[str, Any]) -> None:
+    """Print figures."""
+    print(title)
+    for kind, values in entry.items():
+        for name, value in values.items():
+            print(f"  {kind[:7]:8} {name:42} {value:9.3f}", flush=True)
+
+
 def main() -> None:
     """Measure and print; --json writes all figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiles", action="store_true", help="time every tile of a list")
+    parser.add_argument("--experts", action="store_true", help="time grouped layers alone")
     parser.add_argument("--json", type=Path, help="a file for the figures")
     options = parser.parse_args()
     check_bits()
     found: dict[str, Any] = {"environment": environment(), "sizes": {}}
-    for m, n, k in SIZES:
+    for m, n, k in () if options.experts else SIZES:
         problem = Problem(m, n, k)
         times = measure(problem.calls(), rounds=7, least=0.1)
         entry: dict[str, Any] = {"milliseconds": times}
@@ -88,10 +165,8 @@ def main() -> None:
             tiles = measure({str(tuple(t)): problem.multiplied(t) for t in TILES}, rounds=5, least=0.1)
             entry["tiles, TFLOP/s"] = {name: problem.work / t for name, t in tiles.items()}
         found["sizes"][f"{m} x {n} x {k}"] = entry
-        print(f"{m} x {n} x {k}")
-        for kind, values in entry.items():
-            for name, value in values.items():
-                print(f"  {kind[:7]:8} {name:42} {value:9.3f}", flush=True)
+        show(f"{m} x {n} x {k}", entry)
+    found["experts"] = time_experts()
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 

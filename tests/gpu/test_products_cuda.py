@@ -7,12 +7,14 @@ torch = pytest.importorskip("torch", reason="needs torch")
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
+import isograd as ig  # noqa: E402
 import isograd.torch as igt  # noqa: E402
 from isograd.cli import check, suites  # noqa: E402
 from isograd.core import registry  # noqa: E402
-from isograd.errors import UnsupportedError  # noqa: E402
+from isograd.errors import IndexOutOfRangeError, InvalidProblemError, UnsupportedError  # noqa: E402
 from isograd.numerics import int16  # noqa: E402
-from isograd.products import cuda, tiles  # noqa: E402
+from isograd.products import cuda, grouped, tiles  # noqa: E402
+from isograd.torch.ops_grouped import GROUPED_MATMUL, GROUPED_OUTER  # noqa: E402
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WORDS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
@@ -202,3 +204,79 @@ def test_verify_finds_all_as_promised(dtype: str) -> None:
     report = check.verify_kernel(entry, suites.cases("matmul", dtype), check.published())
     assert report.failures == []
     assert report.digests_equal == report.cases == 14
+
+
+# --- experts ---------------------------------------------------------------------------------------------------------
+def experts(device: str, dtype: torch.dtype, ends: list[int], features: int, outputs: int) -> list[torch.Tensor]:
+    """The result and all gradients of a grouped layer."""
+    sizes = ((ends[-1], features), (len(ends) - 1, outputs, features), (len(ends) - 1, outputs), (ends[-1], outputs))
+    x, w, bias, g = (random(s, dtype, 40 + i) for i, s in enumerate(sizes))
+    x[::7, 3], w[0, :, 5] = 300, 1e-4
+    if ends[-1] > 3:
+        x[1, 0], w[-1, 2, 1], g[2, 0] = float("inf"), float("nan"), -float("inf")
+    leaves = [t.to(device).requires_grad_() for t in (x, w, bias)]
+    y = igt.grouped_linear(leaves[0], leaves[1], torch.tensor(ends, device=device), leaves[2], precision="int16")
+    return [y.detach(), *torch.autograd.grad(y, leaves, g.to(device))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "ends",
+    [[0, 5, 5, 6, 300], [0, 0, 1024], [0, 1], [0, 0, 0], [0, *range(128, 4097, 128)], [0, 130, 700, 701]],
+    ids=str,
+)
+def test_experts_have_the_bits_of_the_cpu(dtype: torch.dtype, ends: list[int]) -> None:
+    expected = experts("cpu", dtype, ends, 200, 330)
+    for _ in range(3):  # recorded, seen to be the same, replayed
+        assert all(map(equal, experts("cuda", dtype, ends, 200, 330), expected))
+
+
+@pytest.mark.parametrize("tile", [*tiles._TABLE[90], *tiles._TABLE[80]])
+def test_tiles_leave_no_trace_of_experts(tile: tiles.Tiles) -> None:
+    ends = torch.tensor([0, 100, 100, 433])
+    x, w, g = random((433, 300), DTYPES[1], 50), random((3, 300, 401), DTYPES[1], 51), random((433, 401), DTYPES[1], 52)
+    clean = grouped.checked_offsets("grouped_linear", ends.cuda(), 433)
+    c, along = (torch.empty(s, dtype=x.dtype, device="cuda") for s in ((433, 401), (3, 300, 401)))
+    grouped.product_of_rows(x.cuda(), w.cuda(), clean, c, True, tile)
+    grouped.product_along_rows(x.cuda(), g.cuda(), clean, along, True, tile)
+    assert equal(c, GROUPED_MATMUL(x, w, ends, True))
+    assert equal(along, GROUPED_OUTER(x, g, ends, True))
+
+
+def test_experts_with_more_rows_than_an_accumulator_holds() -> None:
+    ends = torch.tensor([0, 100, 70_000, 140_100])
+    for value in (1.0, 32639.0):
+        x, g = random((140_100, 70), torch.float32, 53) * value, torch.full((140_100, 65), value)
+        x[70_000:] = value
+        found = GROUPED_OUTER(x.cuda(), g.cuda(), ends.cuda(), True)
+        assert equal(found, GROUPED_OUTER(x, g, ends, True))
+    x, w = torch.full((3, 70_000), 32639.0), torch.full((2, 70_000, 5), -32639.0)
+    ends = torch.tensor([0, 1, 3])
+    assert equal(GROUPED_MATMUL(x.cuda(), w.cuda(), ends.cuda(), True), GROUPED_MATMUL(x, w, ends, True))
+
+
+def test_experts_are_not_waited_for() -> None:
+    x = torch.randn(300, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(4, 32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    bias = torch.randn(4, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    offsets = torch.tensor([0, 10, 10, 200, 300], device="cuda")
+    for step in range(4):
+        if step == 3:  # kernels are compiled, memory is there
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            igt.grouped_linear(x, w, offsets, bias).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_offsets_of_experts_that_do_not_fit() -> None:
+    x = torch.randn(300, 64, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(4, 32, 64, device="cuda", dtype=torch.bfloat16)
+    y = igt.grouped_linear(x, w, torch.tensor([0, 10, 5, 200, 300], device="cuda"))
+    assert bool(y.isnan().all())
+    with pytest.raises(IndexOutOfRangeError, match="grouped_linear: offsets has 5 at flat position 2"):
+        ig.check()
+    with pytest.raises(InvalidProblemError, match="offsets go from 0 to 299 for 300 rows"):
+        igt.grouped_linear(x, w, [0, 10, 20, 200, 299])
+    with pytest.raises(InvalidProblemError, match="expected integers, 5 for 4 experts"):
+        igt.grouped_linear(x, w, torch.tensor([0, 300], device="cuda"))

@@ -6,24 +6,28 @@ Prints the number of cases of each suite and of those that differ. Not a test it
 imported.
 """
 
+import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
 import torch
+import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from interpreter_patches import report
 
+import isograd as ig
 from isograd.cli import check, suites
 from isograd.core import registry
 from isograd.numerics import int16
 from isograd.numerics.matmul import DEFINITION, matmul
 from isograd.numerics.reference import narrow, widen
-from isograd.products import cuda
+from isograd.products import cuda, grouped, tiles, triton_grouped
 from isograd.products.tiles import Tiles
 
 NUMPY = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
@@ -226,9 +230,98 @@ def published() -> Iterator[Case]:
             yield f"{dtype} {case.name}", check.digest(found) == digests[dtype][case.name]
 
 
+def by_experts(x: Any, w: Any, ends: list[int], balanced: bool) -> bytes:
+    """Each expert's product [rows, K] times [K, N], one after the other."""
+    found = []
+    for e, (start, stop) in enumerate(itertools.pairwise(ends)):
+        balance = int16.balance_of(w[e]) if balanced else None
+        found.append(matmul(x[start:stop], w[e], "int16", balance, DEFINITION))
+    return bits(to_torch(np.concatenate(found)))
+
+
+def by_experts_along_rows(x: Any, y: Any, ends: list[int], balanced: bool) -> bytes:
+    """Each expert's product [M, rows] times [rows, N], one after the other."""
+    found = []
+    for start, stop in itertools.pairwise(ends):
+        a, b = x[start:stop].T, y[start:stop]
+        balance = int16.balance_between(a, b) if balanced else None
+        found.append(matmul(a, b, "int16", balance, DEFINITION))
+    return bits(to_torch(np.stack(found)))
+
+
+GROUPS = (
+    (9, 20, 17, [0, 4, 4, 9], False), (300, 130, 40, [0, 0, 130, 131, 300, 300], True), (5, 200, 3, [0, 5], False),
+    (70, 33, 90, [0, 1, 33, 65, 70], True), (260, 5, 65, [0, 128, 256, 260, 260], False), (1, 1, 1, [0, 0, 1], True),
+)  # fmt: skip
+
+
+def experts() -> Iterator[Case]:
+    """Products of several experts, some without rows, of any layout, with what is not finite."""
+    rng = np.random.default_rng(7)
+    for i, (rows, k, n, ends, wild) in enumerate(GROUPS):
+        for j, (p, q) in enumerate([("N", "N"), ("T", "T"), ("gaps", "gaps")]):
+            if not EVERY and (i + j) % 3:
+                continue
+            dtype = list(NUMPY)[i % 3]
+            x, w = random(rng, (rows, k), dtype), random(rng, (len(ends) - 1, k, n), dtype)
+            y = random(rng, (rows, n), dtype)
+            w[:, : k // 3] = (w[:, : k // 3] / 5000).astype(w.dtype)
+            x[0], y[-1] = 0, 0
+            if wild:
+                x[rows // 2, 0], w[-1, 0, 0], y[rows // 3, n // 2] = np.inf, np.nan, -np.inf
+            offsets = grouped.checked_offsets("grouped_linear", torch.tensor(ends), rows)
+            left, right, other = laid_out(x, p), laid_out(w, q), laid_out(y, q)
+            for balanced in (True, False):
+                for tile in (SMALL, BY_POINTER) if EVERY else (SMALL if i % 2 else BY_POINTER,):
+                    with np.errstate(all="ignore"):
+                        expected = by_experts(x, w, ends, balanced)
+                        along = by_experts_along_rows(x, y, ends, balanced)
+                    c = torch.full((rows, n), 7, dtype=left.dtype)
+                    grouped.product_of_rows(left, right, offsets, c, balanced, tile)
+                    yield f"{rows, k, n} {p}{q} {dtype} {balanced} {tile.tma}", bits(c) == expected
+                    c = torch.full((len(ends) - 1, k, n), 7, dtype=left.dtype)
+                    grouped.product_along_rows(left, other, offsets, c, balanced, tile)
+                    yield f"along {rows, k, n} {p}{q} {dtype} {balanced} {tile.tma}", bits(c) == along
+    # Sums that are longer than an accumulator's.
+    x, w, y = (
+        random(rng, (700, 600), "bfloat16"),
+        random(rng, (2, 600, 9), "bfloat16"),
+        random(rng, (700, 5), "bfloat16"),
+    )
+    ends = [0, 100, 700]
+    offsets = grouped.checked_offsets("grouped_linear", torch.tensor(ends), 700)
+    c, along = torch.empty(700, 9, dtype=torch.bfloat16), torch.empty(2, 600, 5, dtype=torch.bfloat16)
+    with mock.patch.object(tiles, "LONGEST", 1), mock.patch.object(triton_grouped, "_LONGEST", tl.constexpr(256)):
+        grouped.product_of_rows(to_torch(x), to_torch(w), offsets, c)
+        grouped.product_along_rows(to_torch(x), to_torch(y), offsets, along)
+    yield "long rows", bits(c) == by_experts(x, w, ends, True)
+    yield "many rows", bits(along) == by_experts_along_rows(x, y, ends, True)
+
+
+def offsets_that_do_not_fit() -> Iterator[Case]:
+    """They are reported, rows are NaN, and nothing outside is read or written."""
+    x, w = torch.ones(40, 3), torch.ones(3, 3, 5)
+    for ends, position, said in (
+        ([0, 7, 5, 40], 2, 5), ([1, 7, 8, 40], 0, 1), ([0, 7, 8, 39], 3, 39), ([0, 7, 41, 40], 2, 41),
+        ([-3, 7, 8, 40], 0, -3), ([0, 7, 2**40, 40], 2, 2**40),
+    ):  # fmt: skip
+        offsets = grouped.checked_offsets("grouped_linear", torch.tensor(ends), 40)
+        c, along = torch.zeros(40, 5), torch.zeros(3, 3, 5)
+        grouped.product_of_rows(x, w, offsets, c)
+        grouped.product_along_rows(x, c, offsets, along)
+        try:
+            ig.check()
+            message = "nothing"
+        except ig.IndexOutOfRangeError as error:
+            message = str(error)
+        right = f"grouped_linear: offsets has {said} at flat position {position}" in message
+        yield f"{ends} {message}", right and bool(c.isnan().all()) and not along.any()
+
+
 SUITES = {
     "layouts": layouts, "pieces": pieces, "extremes": extremes, "scales": scales, "special": special,
     "balances": balances, "batches": batches, "rows": rows, "published": published,
+    "experts": experts, "offsets": offsets_that_do_not_fit,
 }  # fmt: skip
 
 if __name__ == "__main__":

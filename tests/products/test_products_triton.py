@@ -15,12 +15,13 @@ import triton_variants  # noqa: E402
 from choices import alongside, quick_first  # noqa: E402
 from triton_targets import TARGETS, resources  # noqa: E402
 
-from isograd.products import cuda, tiles  # noqa: E402
+from isograd.products import cuda, grouped, tiles  # noqa: E402
 
 SCRIPT = Path(__file__).parent / "interpreted_products.py"
 SUITES = {
     "layouts": 14, "pieces": 6, "extremes": 3, "scales": 24, "special": 12, "balances": 26, "batches": 11, "rows": 4,
     "published": 42,
+    "experts": 26, "offsets": 6,
 }  # fmt: skip
 QUICK = tuple(suite for suite in SUITES if suite != "published")  # all that `isograd verify` computes
 
@@ -78,6 +79,42 @@ def test_pieces_compile(target: str) -> None:
     found = triton_targets.kernels_of(target, lambda: cuda.product(a, b, c), cuda)
     assert {"add_parts", "round_sums"} <= set(found)
     assert resources(found["add_parts"])["stack"] <= 128
+
+
+def experts(dtype: Any, tokens: int, features: int = 4096, outputs: int = 4096) -> None:
+    """The products of eight experts: forward, dX and dW."""
+    x, g = torch.empty(tokens, features, dtype=dtype), torch.empty(tokens, outputs, dtype=dtype)
+    w, offsets = torch.empty(8, outputs, features, dtype=dtype), torch.empty(9, dtype=torch.int64)
+    clean = grouped.checked_offsets("grouped_linear", offsets, tokens)
+    grouped.product_of_rows(x, w.mT, clean, g)
+    grouped.product_of_rows(g, w, clean, x)
+    grouped.product_along_rows(x, g, clean, w.mT.contiguous())
+
+
+GROUPED = {
+    "check_offsets", "product_of_rows", "repair_rows", "expert_words", "expert_slices", "product_along_rows",
+    "repair_along_rows",
+}  # fmt: skip
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("tokens", [4096, 70_000])
+@pytest.mark.parametrize("target", TARGETS)
+def test_experts_compile_without_spills(target: str, tokens: int) -> None:
+    found = triton_targets.kernels_of(target, lambda: experts(torch.bfloat16, tokens), cuda, grouped)
+    assert set(found) >= GROUPED
+    for name in GROUPED:
+        used = resources(found[name])
+        assert used["stack"] <= (300 if "product" in name else 64), (name, used)
+        assert used["shared"] <= 227 * 1024
+
+
+def test_numbers_of_rows_of_experts_compile_few_kernels() -> None:
+    with triton_variants.watched() as variants:
+        for tokens in SIZES:
+            experts(torch.bfloat16, tokens, 256, 512)
+    assert {k: len(v) for k, v in variants.items() if len(v) > 8} == {}, variants.keys()
+    assert sum(map(len, variants.values())) <= 50, {k: triton_variants.differing(v) for k, v in variants.items()}
 
 
 SIZES = (1, 2, 7, 16, 17, 64, 100, 128, 300, 777, 1000, 1024, 2048, 3000, 4096)

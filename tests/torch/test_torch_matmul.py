@@ -14,6 +14,7 @@ from isograd.core import arrays
 from isograd.numerics import int16
 from isograd.numerics.matmul import matmul
 from isograd.reduction import api as reduction
+from isograd.torch.ops_grouped import GROUPED_MATMUL, GROUPED_OUTER
 from isograd.torch.ops_matmul import ADD_TO_ROWS, MATMUL, SUM_OF_ROWS
 
 BFLOAT16 = ml_dtypes.bfloat16
@@ -159,6 +160,24 @@ def test_grouped_linear_has_the_bits_of_each_expert_alone(dtype, precision):
         assert [bits(t) for t in (dx[here], dw[e], db[e])] == [bits(t) for t in grads]
     assert bits(igt.grouped_linear(x, w, ends, precision=precision)) != bits(y)
     assert igt.grouped_linear(x[:0], w[:0], [0], precision=precision).shape == (0, 7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_operators_of_experts_have_the_bits_of_each_alone(dtype):
+    """What a GPU computes in one launch, and its gradients of first and second order."""
+    ends = torch.tensor([0, 5, 5, 6, 19])
+    x, w, g = normal(19, 40, dtype=dtype), normal(4, 7, 40, dtype=dtype), normal(19, 7, dtype=dtype)
+    h = [normal(19, 40, dtype=dtype, grad=False), normal(4, 7, 40, dtype=dtype, grad=False)]
+
+    def derivatives(y):
+        first = torch.autograd.grad(y, (x, w), g, create_graph=True)
+        return [y, *first, *torch.autograd.grad(first, (x, w, g), h)]
+
+    expected = derivatives(igt.grouped_linear(x, w, ends, precision="int16"))
+    assert list(map(bits, derivatives(GROUPED_MATMUL(x, w.mT, ends, True)))) == list(map(bits, expected))
+    checked = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(GROUPED_MATMUL.overload, (x, w.mT, ends, True), test_utils=checked)
+    torch.library.opcheck(GROUPED_OUTER.overload, (x, g, ends), test_utils=checked)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ class _Problem(NamedTuple):
     rows: Rows
     along: bool
     sign: int
+    grouped: bool
     native: bool
     processors: int
 
@@ -78,20 +79,27 @@ class _Problem(NamedTuple):
         return ("inner",) if self.along else ("n",)
 
 
-def _problem(x: Tensor, axis: int, sign: int) -> _Problem:
-    return _described(tuple(x.shape), x.stride(), axis, sign, x.dtype, architecture(x), processors(x))
+def _problem(x: Tensor, axis: int, sign: int, grouped: bool = False) -> _Problem:
+    return _described(tuple(x.shape), x.stride(), axis, sign, grouped, x.dtype, architecture(x), processors(x))
 
 
 @kept
 def _described(
-    shape: tuple[int, ...], strides: tuple[int, ...], axis: int, sign: int, dtype: torch.dtype, arch: int, most: int
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    axis: int,
+    sign: int,
+    grouped: bool,
+    dtype: torch.dtype,
+    arch: int,
+    most: int,
 ) -> _Problem:
     reduced = list(shape)
     reduced[axis] = 1
     found = rows(shape, [strides, c_strides(reduced)], axis)
     step, line = found.axis_strides[0], found.inner_strides[0]
     along = step == 1 or found.inner == 1 or abs(step) < abs(line)
-    return _Problem(shape[axis], found, along, sign, arch >= 90 and dtype.itemsize == 2, most)
+    return _Problem(shape[axis], found, along, sign, grouped, arch >= 90 and dtype.itemsize == 2, most)
 
 
 def _tile(p: _Problem) -> tuple[int, int]:
@@ -113,7 +121,7 @@ def _chunks(p: _Problem) -> tuple[int, int]:
 def _word_launcher(p: _Problem, dtype: torch.dtype) -> Launcher:
     lines, block = _tile(p)
     chunks, length = _chunks(p)
-    tail = (p.n, p.rows.inner, chunks, length, p.total, *p.strides, p.sign, lines, block, p.native)
+    tail = (p.n, p.rows.inner, chunks, length, p.total, *p.strides, p.sign, p.grouped, lines, block, p.native)
     programs = p.rows.outer * -(-p.rows.inner // lines) * chunks
     specification = Specification(tail, programs, 8, free=(*p.free, "chunks", "count"))
     return Launcher(triton_slices.line_words, specification)
@@ -124,7 +132,7 @@ def _chunk_launcher(p: _Problem, chunks: int, dtype: torch.dtype) -> Launcher:
     lines, block = (16, 512) if p.along else (64, 128)
     blocks = _blocks(p.n)
     most = next(c for c in (1, 8, _MOST_CHUNKS) if c >= chunks)
-    tail = (p.n, p.rows.inner, chunks, p.total, blocks, *p.strides, p.sign, lines, block, most, p.native)
+    tail = (p.n, p.rows.inner, chunks, p.total, blocks, *p.strides, p.sign, p.grouped, lines, block, most, p.native)
     programs = p.rows.outer * -(-p.rows.inner // lines) * -(-blocks * _DEPTH // block)
     specification = Specification(tail, programs, 8, free=(*p.free, "chunks", "count", "blocks"))
     return Launcher(triton_slices.slice_chunks, specification)
@@ -135,35 +143,36 @@ def _line_launcher(p: _Problem, dtype: torch.dtype) -> Launcher:
     blocks = _blocks(p.n)
     block = min(power_of_two(blocks * _DEPTH), _HELD)
     lines = max(_TILE // block, 1)
-    tail = (p.n, p.rows.inner, blocks, *p.strides, p.sign, lines, block, blocks * _DEPTH <= block, p.native)
+    tail = (p.n, p.rows.inner, blocks, *p.strides, p.sign, p.grouped, lines, block, blocks * _DEPTH <= block, p.native)
     warps = min(max(lines * block // 1024, 4), 16)
     programs = p.rows.outer * -(-p.rows.inner // lines)
     return Launcher(triton_slices.slice_lines, Specification(tail, programs, warps, free=p.free))
 
 
-def _words(x: Tensor, p: _Problem, shift: Tensor) -> Tensor:
+def _words(x: Tensor, p: _Problem, shift: Tensor, groups: Tensor) -> Tensor:
     """The words of chunks of the lines [chunks, lines]."""
     found = torch.empty((_chunks(p)[0], p.total), dtype=torch.int32, device=x.device)
-    _word_launcher(p, x.dtype)(x, shift, found)
+    _word_launcher(p, x.dtype)(x, shift, groups, found)
     return found
 
 
-def sliced(x: Tensor, axis: int, balance: Tensor | None = None) -> Lines:
+def sliced(x: Tensor, axis: int, balance: Tensor | None = None, groups: Tensor | None = None) -> Lines:
     """The lines of x along an axis, its last (of a) or last but one (of b), in C order of the others.
 
-    balance: int32 of the axis' length, a's columns divided by 2^balance and b's rows multiplied with it.
+    balance: int32 of the axis' length, a's columns divided by 2^balance and b's rows multiplied with it. groups: int32,
+    which of the rows of a balance [groups, axis] is that of a line.
     """
     sign = 0 if balance is None else (-1 if axis in (-1, x.dim() - 1) else 1)
-    p = _problem(x, axis % x.dim(), sign)
+    p = _problem(x, axis % x.dim(), sign, groups is not None)
     digits = torch.empty((p.total, 2, _blocks(p.n) * _DEPTH), dtype=torch.int8, device=x.device)
     words = torch.empty(p.total, dtype=torch.int32, device=x.device)
     if not x.numel():
         return Lines(digits, words)  # which no product reads
-    shift = words if balance is None else balance
+    shift, of = words if balance is None else balance, words if groups is None else groups
     if p.along and (p.n <= _TILE or 2 * p.total >= p.processors):
-        _line_launcher(p, x.dtype)(x, shift, digits, words)
+        _line_launcher(p, x.dtype)(x, shift, of, digits, words)
     else:
-        _chunk_launcher(p, _chunks(p)[0], x.dtype)(x, shift, _words(x, p, shift), digits, words)
+        _chunk_launcher(p, _chunks(p)[0], x.dtype)(x, shift, of, _words(x, p, shift, of), digits, words)
     return Lines(digits, words)
 
 
@@ -176,8 +185,8 @@ def words_of(x: Tensor, axis: int, balance: Tensor | None = None) -> Tensor:
     p = _problem(x, axis, 0 if balance is None else (-1 if axis == 1 else 1))
     if not x.numel():
         return torch.full((p.total,), 4 * ZERO, dtype=torch.int32, device=x.device)
-    empty = torch.empty(0, dtype=torch.int32, device=x.device)
-    return _words(x, p, empty if balance is None else balance).amax(0)
+    shift = torch.empty(0, dtype=torch.int32, device=x.device) if balance is None else balance
+    return _words(x, p, shift, shift).amax(0)
 
 
 def sliced_by(x: Tensor, axis: int, words: Tensor, balance: Tensor | None = None) -> Lines:
@@ -187,7 +196,8 @@ def sliced_by(x: Tensor, axis: int, words: Tensor, balance: Tensor | None = None
     digits = torch.empty((p.total, 2, _blocks(p.n) * _DEPTH), dtype=torch.int8, device=x.device)
     if not x.numel():
         return Lines(digits.zero_(), settled)
-    _chunk_launcher(p, 1, x.dtype)(x, words if balance is None else balance, words, digits, torch.empty_like(words))
+    shift = words if balance is None else balance
+    _chunk_launcher(p, 1, x.dtype)(x, shift, shift, words, digits, torch.empty_like(words))
     return Lines(digits, settled)
 
 
@@ -196,15 +206,16 @@ def _exponents(x: Tensor, axis: int) -> Tensor:
     """Words of lines along an axis without a balance [chunks, lines]."""
     p = _problem(x, axis, 0)
     found = torch.empty((_chunks(p)[0], p.total), dtype=torch.int32, device=x.device)
-    _word_launcher(p, x.dtype)(x, found, found)
+    _word_launcher(p, x.dtype)(x, found, found, found)
     return found
 
 
 @kept
-def _weight_launcher(n: int, chunks: int) -> Launcher:
+def _weight_launcher(n: int, chunks: int, weights: int) -> Launcher:
     block = min(max(power_of_two(n), 1024), _BALANCED)
-    tail = (n, chunks, block, n <= block)
-    return Launcher(triton_slices.weight_balance, Specification(tail, 1, block // 1024, free=("n", "chunks")))
+    tail = (n, chunks, n * weights, block, n <= block)
+    free = ("n", "chunks", "count")
+    return Launcher(triton_slices.weight_balance, Specification(tail, weights, block // 1024, free=free))
 
 
 def balance_of(weight: Tensor) -> Tensor:
@@ -216,7 +227,16 @@ def balance_from(words: Tensor) -> Tensor:
     """The same from the words of its rows [chunks, K]."""
     balance = torch.empty(words.shape[1], dtype=torch.int32, device=words.device)
     if balance.numel():
-        _weight_launcher(words.shape[1], words.shape[0])(words, balance)
+        _weight_launcher(words.shape[1], words.shape[0], 1)(words, balance)
+    return balance
+
+
+def balances_of(weights: Tensor) -> Tensor:
+    """`balance_of` of each of several weights [E, K, N], int32 [E, K]."""
+    balance = torch.empty(weights.shape[:2], dtype=torch.int32, device=weights.device)
+    if balance.numel():
+        words = _exponents(weights, 2)
+        _weight_launcher(weights.shape[1], words.shape[0], weights.shape[0])(words, balance)
     return balance
 
 

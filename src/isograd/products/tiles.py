@@ -75,6 +75,16 @@ def in_parts(m: int, n: int, blocks: int, arch: int, processors: int) -> Tiles:
     return _PARTS[max(a for a in _PARTS if a <= arch)]._replace(pieces=t.pieces)
 
 
+def grouped(m: int, n: int, blocks: int, experts: int, arch: int, processors: int) -> tuple[Tiles, bool]:
+    """The rule for products of experts, [m, n] on average: tiles, and whether sums are longer than an accumulator."""
+    level = max(a for a in _TABLE if a <= arch)
+    if blocks > LONGEST:
+        return _TABLE[level][-1], True
+    # Without parts of the contracted axis, which lie elsewhere for every expert.
+    t = chosen(m, n, blocks, experts, arch, processors)
+    return (triton(t) if t.pieces == 1 else _TABLE[level][-1]), False
+
+
 def triton(t: Tiles) -> Tiles:
     """The tile for Triton's kernel in place of Hopper's, which takes matrices at even distances alone."""
     return _TMA[0] if t.consumers else t

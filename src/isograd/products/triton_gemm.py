@@ -21,7 +21,7 @@ from isograd.products.triton_slices import DEPTH
 
 
 @triton.jit
-def _tile(number, m, n, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+def tile_of(number, m, n, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
     """(matrix, first row, first column) of a tile: groups of rows whose tiles use the same lines of b."""
     rows, columns = tl.cdiv(m, BM), tl.cdiv(n, BN)
     matrix = number // (rows * columns)
@@ -33,7 +33,7 @@ def _tile(number, m, n, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr)
 
 
 @triton.jit
-def _lines(x_ptr, count, blocks, ROWS: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr):
+def lines_of(x_ptr, count, blocks, ROWS: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr):
     """What `_load` reads lines of digits through."""
     if TMA:
         width = wide_int(blocks) * (2 * DEPTH)
@@ -71,11 +71,67 @@ def _halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _scaled(t, exponent):
+def scaled(t, exponent):
     """An integer within 2**48, as a float, times 2**exponent, rounded once."""
     exponent = tl.minimum(tl.maximum(exponent, -252), 252)  # beyond it leaves the range of binary32 either way
     half = exponent >> 1
     return t * ops.pow2_32(half) * ops.pow2_32(exponent - half)
+
+
+@triton.jit
+def tile_sums(
+    a, b, p, q, at, length, a_count, b_count, width,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """(T without its low bytes, those) over `length` digits of lines, from digit `at` on."""
+    high, low = at, width + at
+    acc = tl.full((BM, BN), 128, tl.int32)
+    acc = _multiply(acc, a, b, p, q, low, low, length, a_count, b_count, width, BM, BN, BK, TMA)
+    acc = acc >> 8
+    acc = _multiply(acc, a, b, p, q, high, low, length, a_count, b_count, width, BM, BN, BK, TMA)
+    acc = _multiply(acc, a, b, p, q, low, high, length, a_count, b_count, width, BM, BN, BK, TMA)
+    # The low bytes of four quarters of the columns share a register.
+    x, y = _halves(acc & 255, BM, BN)
+    packed = x | (y << 16)
+    x, y = _halves(packed, BM, BN // 2)
+    packed = x | (y << 8)
+    acc = acc >> 8
+    acc = _multiply(acc, a, b, p, q, high, high, length, a_count, b_count, width, BM, BN, BK, TMA)
+    return acc, packed
+
+
+@triton.jit
+def exact_sums(
+    a, b, p, q, at, length, a_count, b_count, width,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Z over `length` digits of lines, 2**16 at most, from digit `at` on, as int64."""
+    high, low = at, width + at
+    acc = tl.zeros((BM, BN), tl.int32)
+    acc = _multiply(acc, a, b, p, q, low, low, length, a_count, b_count, width, BM, BN, BK, TMA)
+    rest = acc & 255
+    acc = acc >> 8
+    acc = _multiply(acc, a, b, p, q, high, low, length, a_count, b_count, width, BM, BN, BK, TMA)
+    acc = _multiply(acc, a, b, p, q, low, high, length, a_count, b_count, width, BM, BN, BK, TMA)
+    rest |= (acc & 255) << 8
+    acc = acc >> 8
+    acc = _multiply(acc, a, b, p, q, high, high, length, a_count, b_count, width, BM, BN, BK, TMA)
+    return (acc.to(tl.int64) << 16) + rest
+
+
+@triton.jit
+def store_tile(
+    c, acc, low, row, left, e, f_ptr, f_first, m, n, BM: tl.constexpr, BN: tl.constexpr, NATIVE: tl.constexpr
+):  # fmt: skip
+    """Store what `tile_sums` found for rows below m and columns from `left` on."""
+    x, y = _halves(acc, BM, BN)
+    x0, x1 = _halves(x, BM, BN // 2)
+    y0, y1 = _halves(y, BM, BN // 2)
+    column = left + tl.arange(0, BN // 4)
+    _store_quarter(c, x0, low & 255, row, column, e, f_ptr, f_first, m, n, NATIVE)
+    _store_quarter(c, x1, (low >> 8) & 255, row, column + BN // 4, e, f_ptr, f_first, m, n, NATIVE)
+    _store_quarter(c, y0, (low >> 16) & 255, row, column + BN // 2, e, f_ptr, f_first, m, n, NATIVE)
+    _store_quarter(c, y1, (low >> 24) & 255, row, column + 3 * (BN // 4), e, f_ptr, f_first, m, n, NATIVE)
 
 
 @triton.jit
@@ -84,7 +140,7 @@ def _store_quarter(c_ptr, high, low, row, column, e, f_ptr, f_first, m, n, NATIV
     f = tl.load(f_ptr + f_first + column, mask=column < n, other=0) >> 2
     # Two exact floats, whose sum is rounded.
     t = (high & -4096).to(tl.float32) * 256.0 + ((high & 4095) * 256 + low).to(tl.float32)
-    c = ops.narrow(_scaled(t, e[:, None] + f[None, :] - 22), c_ptr.dtype.element_ty, NATIVE)
+    c = ops.narrow(scaled(t, e[:, None] + f[None, :] - 22), c_ptr.dtype.element_ty, NATIVE)
     at = c_ptr + row.to(tl.int64)[:, None] * n + column.to(tl.int64)[None, :]
     tl.store(at, c, mask=(row < m)[:, None] & (column < n)[None, :])
 
@@ -100,36 +156,17 @@ def product(
     batch: the shape that the matrices come in; a_outer, b_outer: strides in lines.
     """
     width = blocks * DEPTH
-    a = _lines(a_ptr, a_count, blocks, BM, BK, TMA)
-    b = _lines(b_ptr, b_count, blocks, BN, BK, TMA)
+    a = lines_of(a_ptr, a_count, blocks, BM, BK, TMA)
+    b = lines_of(b_ptr, b_count, blocks, BN, BK, TMA)
     for number in range(tl.program_id(0), tl.cdiv(m, BM) * tl.cdiv(n, BN) * matrices, tl.num_programs(0)):
-        matrix, top, left = _tile(number, m, n, BM, BN, GROUP)
+        matrix, top, left = tile_of(number, m, n, BM, BN, GROUP)
         a_base = outer_offset(matrix, batch, a_outer).to(tl.int32)
         b_base = outer_offset(matrix, batch, b_outer).to(tl.int32)
         p, q = a_base + top, b_base + left
-        acc = tl.full((BM, BN), 128, tl.int32)
-        acc = _multiply(acc, a, b, p, q, width, width, width, a_count, b_count, width, BM, BN, BK, TMA)
-        acc = acc >> 8
-        acc = _multiply(acc, a, b, p, q, 0, width, width, a_count, b_count, width, BM, BN, BK, TMA)
-        acc = _multiply(acc, a, b, p, q, width, 0, width, a_count, b_count, width, BM, BN, BK, TMA)
-        # The low bytes of four quarters of the columns share a register.
-        x, y = _halves(acc & 255, BM, BN)
-        low = x | (y << 16)
-        x, y = _halves(low, BM, BN // 2)
-        low = x | (y << 8)
-        acc = acc >> 8
-        acc = _multiply(acc, a, b, p, q, 0, 0, width, a_count, b_count, width, BM, BN, BK, TMA)
+        acc, low = tile_sums(a, b, p, q, 0, width, a_count, b_count, width, BM, BN, BK, TMA)
         row = top + tl.arange(0, BM)
         e = tl.load(e_ptr + a_base + row, mask=row < m, other=0) >> 2
-        c = c_ptr + wide_int(matrix) * m * n
-        x, y = _halves(acc, BM, BN)
-        x0, x1 = _halves(x, BM, BN // 2)
-        y0, y1 = _halves(y, BM, BN // 2)
-        column = left + tl.arange(0, BN // 4)
-        _store_quarter(c, x0, low & 255, row, column, e, f_ptr, b_base, m, n, NATIVE)
-        _store_quarter(c, x1, (low >> 8) & 255, row, column + BN // 4, e, f_ptr, b_base, m, n, NATIVE)
-        _store_quarter(c, y0, (low >> 16) & 255, row, column + BN // 2, e, f_ptr, b_base, m, n, NATIVE)
-        _store_quarter(c, y1, (low >> 24) & 255, row, column + 3 * (BN // 4), e, f_ptr, b_base, m, n, NATIVE)
+        store_tile(c_ptr + wide_int(matrix) * m * n, acc, low, row, left, e, f_ptr, b_base, m, n, BM, BN, NATIVE)
 
 
 @triton.jit
@@ -139,30 +176,21 @@ def add_parts(
 ):  # fmt: skip
     """Add the exact sums of `pieces` of the contracted axis, of `length` blocks each, to z [matrices, m, n], int64."""
     width = blocks * DEPTH
-    a = _lines(a_ptr, a_count, blocks, BM, BK, TMA)
-    b = _lines(b_ptr, b_count, blocks, BN, BK, TMA)
+    a = lines_of(a_ptr, a_count, blocks, BM, BK, TMA)
+    b = lines_of(b_ptr, b_count, blocks, BN, BK, TMA)
     tiles = tl.cdiv(m, BM) * tl.cdiv(n, BN) * matrices
     for number in range(tl.program_id(0), tiles * pieces, tl.num_programs(0)):
         piece = number // tiles
-        matrix, top, left = _tile(number - piece * tiles, m, n, BM, BN, GROUP)
+        matrix, top, left = tile_of(number - piece * tiles, m, n, BM, BN, GROUP)
         p = outer_offset(matrix, batch, a_outer).to(tl.int32) + top
         q = outer_offset(matrix, batch, b_outer).to(tl.int32) + left
         high = piece * length * DEPTH
         count = tl.minimum(length * DEPTH, width - high)
-        low = width + high
-        acc = tl.zeros((BM, BN), tl.int32)
-        acc = _multiply(acc, a, b, p, q, low, low, count, a_count, b_count, width, BM, BN, BK, TMA)
-        rest = acc & 255
-        acc = acc >> 8
-        acc = _multiply(acc, a, b, p, q, high, low, count, a_count, b_count, width, BM, BN, BK, TMA)
-        acc = _multiply(acc, a, b, p, q, low, high, count, a_count, b_count, width, BM, BN, BK, TMA)
-        rest |= (acc & 255) << 8
-        acc = acc >> 8
-        acc = _multiply(acc, a, b, p, q, high, high, count, a_count, b_count, width, BM, BN, BK, TMA)
+        sums = exact_sums(a, b, p, q, high, count, a_count, b_count, width, BM, BN, BK, TMA)
         row = (top + tl.arange(0, BM)).to(tl.int64)[:, None]
         column = (left + tl.arange(0, BN)).to(tl.int64)[None, :]
         z = z_ptr + (wide_int(matrix) * m + row) * n + column
-        tl.atomic_add(z, (acc.to(tl.int64) << 16) + rest, mask=(row < m) & (column < n), sem="relaxed")
+        tl.atomic_add(z, sums, mask=(row < m) & (column < n), sem="relaxed")
 
 
 @triton.jit
@@ -180,7 +208,7 @@ def round_sums(
     f = tl.load(f_ptr + j, mask=inside, other=0) >> 2
     z = tl.load(z_ptr + place, mask=inside, other=0)
     t = ((z + 128) >> 8).to(tl.float32)
-    tl.store(c_ptr + place, ops.narrow(_scaled(t, e + f - 22), c_ptr.dtype.element_ty, NATIVE), mask=inside)
+    tl.store(c_ptr + place, ops.narrow(scaled(t, e + f - 22), c_ptr.dtype.element_ty, NATIVE), mask=inside)
 
 
 # --- what is not finite ----------------------------------------------------------------------------------------------
@@ -226,6 +254,24 @@ def _special(
 
 
 @triton.jit
+def repair_span(
+    c, a, b, row, e, f_ptr, first, m, n, terms, a_axis, a_inner, b_axis, b_inner,
+    SIZE: tl.constexpr, SPAN: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Rewrite entries of some rows, with marks e, and of SPAN columns from the first one on, with words f_ptr."""
+    every = first + tl.arange(0, SPAN)
+    rows_wild = tl.max(e) > 0
+    if rows_wild | (tl.max(tl.load(f_ptr + every, mask=every < n, other=0) & 3) > 0):
+        for start in range(first, tl.minimum(first + SPAN, n), SIZE):
+            column = start + tl.arange(0, SIZE)
+            f = tl.load(f_ptr + column, mask=column < n, other=0) & 3
+            if rows_wild | (tl.max(f) > 0):
+                _special(
+                    c, a, b, row, column, e, f, m, n, terms, a_axis, a_inner, b_axis, b_inner, SIZE, NATIVE
+                )  # fmt: skip
+
+
+@triton.jit
 def repair(
     a_ptr, b_ptr, e_ptr, f_ptr, c_ptr, m, n, terms, a_axis, a_inner, b_axis, b_inner, batch, a_outer, b_outer,
     a_lines, b_lines, SIZE: tl.constexpr, SPAN: tl.constexpr, NATIVE: tl.constexpr,
@@ -240,19 +286,12 @@ def repair(
     e_ptr += outer_offset(matrix, batch, a_lines)
     f_ptr += outer_offset(matrix, batch, b_lines)
     e = tl.load(e_ptr + row, mask=row < m, other=0) & 3
-    every = first + tl.arange(0, SPAN)
-    rows_wild = tl.max(e) > 0
-    if rows_wild | (tl.max(tl.load(f_ptr + every, mask=every < n, other=0) & 3) > 0):
-        a = a_ptr + outer_offset(matrix, batch, a_outer)
-        b = b_ptr + outer_offset(matrix, batch, b_outer)
-        c = c_ptr + matrix * m * n
-        for start in range(first, tl.minimum(first + SPAN, n), SIZE):
-            column = start + tl.arange(0, SIZE)
-            f = tl.load(f_ptr + column, mask=column < n, other=0) & 3
-            if rows_wild | (tl.max(f) > 0):
-                _special(
-                    c, a, b, row, column, e, f, m, n, terms, a_axis, a_inner, b_axis, b_inner, SIZE, NATIVE
-                )  # fmt: skip
+    a = a_ptr + outer_offset(matrix, batch, a_outer)
+    b = b_ptr + outer_offset(matrix, batch, b_outer)
+    repair_span(
+        c_ptr + matrix * m * n, a, b, row, e, f_ptr, first, m, n, terms, a_axis, a_inner, b_axis, b_inner, SIZE, SPAN,
+        NATIVE,
+    )  # fmt: skip
 
 
 # --- a bias ----------------------------------------------------------------------------------------------------------

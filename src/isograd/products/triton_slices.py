@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-# ruff: noqa: N803
+# ruff: noqa: N803, RET505
+# A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """Lines of a matrix as 16-bit integers with one exponent, in two signed bytes an element; `int16.py` is the definition.
 
 A line is a row of a or a column of b, its n elements the contracted axis. Its digits stand in [high | low], each of
@@ -36,6 +37,16 @@ def _exponent(key):
 def _load(x_ptr, row, k, inner, stop, x_axis, x_inner, NATIVE: tl.constexpr):
     inside = (row < inner) & (k < stop)
     return ops.widen(tl.load(x_ptr + row * x_inner + k * x_axis, mask=inside, other=0.0), NATIVE)
+
+
+@triton.jit
+def _balance(shift_ptr, group_ptr, number, inside, n, GROUPED: tl.constexpr):
+    """Where lines have their balance: GROUPED lines that of their group, of which each has n numbers."""
+    if GROUPED:
+        group = tl.load(group_ptr + number, mask=inside, other=0).to(tl.int64)
+        return shift_ptr + (group * n)[:, None]
+    else:
+        return shift_ptr
 
 
 @triton.jit
@@ -102,8 +113,8 @@ def _store(digits_ptr, x, line, inside, k, word, shift, blocks):
 
 @triton.jit
 def line_words(
-    x_ptr, shift_ptr, found_ptr, n, inner, chunks, length, count, x_axis, x_inner, outer_shape, x_outer,
-    SIGN: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr,
+    x_ptr, shift_ptr, group_ptr, found_ptr, n, inner, chunks, length, count, x_axis, x_inner, outer_shape, x_outer,
+    SIGN: tl.constexpr, GROUPED: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Words of every chunk of `length` elements [chunks, lines]; `count` lines in all."""
     pid = tl.program_id(0).to(tl.int64)
@@ -113,6 +124,7 @@ def line_words(
     line = (pid // chunks - outer * several) * LINES + tl.arange(0, LINES)
     row = line[:, None]
     x_ptr += outer_offset(outer, outer_shape, x_outer)
+    shift_ptr = _balance(shift_ptr, group_ptr, outer * inner + line, line < inner, n, GROUPED)
     begin = chunk * length
     stop = tl.minimum(begin + length, n)
     top = tl.full((LINES, BLOCK), 0 if SIGN == 0 else _ZERO, tl.int32)
@@ -128,9 +140,10 @@ def line_words(
 
 @triton.jit
 def slice_chunks(
-    x_ptr, shift_ptr, found_ptr, digits_ptr, words_ptr, n, inner, chunks, count, blocks, x_axis, x_inner,
+    x_ptr, shift_ptr, group_ptr, found_ptr, digits_ptr, words_ptr, n, inner, chunks, count, blocks, x_axis, x_inner,
     outer_shape, x_outer,
-    SIGN: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, NATIVE: tl.constexpr,
+    SIGN: tl.constexpr, GROUPED: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Digits [lines, 2, width] and words [lines] from the words of chunks."""
     pid = tl.program_id(0).to(tl.int64)
@@ -144,6 +157,7 @@ def slice_chunks(
     if part == 0:
         tl.store(words_ptr + number, word, mask=line < inner)
     x_ptr += outer_offset(outer, outer_shape, x_outer)
+    shift_ptr = _balance(shift_ptr, group_ptr, number, line < inner, n, GROUPED)
     k = part * BLOCK + tl.arange(0, BLOCK).to(tl.int64)[None, :]
     shift = 0 if SIGN == 0 else _shift(shift_ptr, k, n, SIGN)
     x = _load(x_ptr, line[:, None], k, inner, n, x_axis, x_inner, NATIVE)
@@ -152,14 +166,16 @@ def slice_chunks(
 
 @triton.jit
 def slice_lines(
-    x_ptr, shift_ptr, digits_ptr, words_ptr, n, inner, blocks, x_axis, x_inner, outer_shape, x_outer,
-    SIGN: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, NATIVE: tl.constexpr,
+    x_ptr, shift_ptr, group_ptr, digits_ptr, words_ptr, n, inner, blocks, x_axis, x_inner, outer_shape, x_outer,
+    SIGN: tl.constexpr, GROUPED: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Digits [lines, 2, width] and words [lines]; HELD: a tile holds the lines."""
     row, _, outer = place(inner, 1, LINES, 1)
     number = outer * inner + row
     inside = row < inner
     x_ptr += outer_offset(outer, outer_shape, x_outer)
+    shift_ptr = _balance(shift_ptr, group_ptr, tl.reshape(number, (LINES,)), tl.reshape(inside, (LINES,)), n, GROUPED)
     k = tl.arange(0, BLOCK).to(tl.int64)[None, :]
     top = tl.full((LINES, BLOCK), 0 if SIGN == 0 else _ZERO, tl.int32)
     most = tl.zeros((LINES, BLOCK), tl.int32)
@@ -181,26 +197,61 @@ def slice_lines(
             _store(digits_ptr, later, number, inside, k + start, word, more, blocks)
 
 
+# --- parts for kernels elsewhere -------------------------------------------------------------------------------------
+@triton.constexpr_function
+def lowest(sign):
+    """What is below the exponents of all elements, or below their bits where nothing is balanced."""
+    return int16.ZERO if sign else 0
+
+
+@triton.jit
+def greatest_of(
+    top, most, x_ptr, shift_ptr, row, k, inner, stop, x_axis, x_inner, SIGN: tl.constexpr, NATIVE: tl.constexpr
+):
+    """`_greatest` of elements k below `stop`."""
+    shift = 0 if SIGN == 0 else _shift(shift_ptr, k, stop, SIGN)
+    return _greatest(top, most, _load(x_ptr, row, k, inner, stop, x_axis, x_inner, NATIVE), shift, SIGN)
+
+
+@triton.jit
+def word_of(top, most, SIGN: tl.constexpr):
+    """The words of lines from their greatest elements."""
+    return _settled(_word(top, most, SIGN))
+
+
+@triton.jit
+def store_slices(
+    x_ptr, shift_ptr, digits_ptr, row, word, k, place, inner, stop, blocks, x_axis, x_inner,
+    SIGN: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Store the digits of elements k below `stop`, zeros beyond, at places of their lines."""
+    shift = 0 if SIGN == 0 else _shift(shift_ptr, k, stop, SIGN)
+    x = _load(x_ptr, row, k, inner, stop, x_axis, x_inner, NATIVE)
+    _store(digits_ptr, x, row, row < inner, place, word, shift, blocks)
+
+
 # --- balances --------------------------------------------------------------------------------------------------------
 @triton.jit
-def _exponents(found_ptr, k, n, chunks):
-    """The greatest exponents of lines k."""
+def _exponents(found_ptr, k, n, chunks, count):
+    """The greatest exponents of lines k of n; chunks are `count` words apart."""
     greatest = tl.full(k.shape, _ZERO, tl.int32)
     for chunk in range(chunks):
-        words = tl.load(found_ptr + wide_int(chunk) * n + k, mask=k < n, other=_NONE)
+        words = tl.load(found_ptr + wide_int(chunk) * count + k, mask=k < n, other=_NONE)
         greatest = tl.maximum(greatest, words >> 2)
     return greatest
 
 
 @triton.jit
-def weight_balance(found_ptr, balance_ptr, n, chunks, BLOCK: tl.constexpr, HELD: tl.constexpr):
-    """The balance that a weight asks for, from the words of its rows [chunks, n]; one program."""
+def weight_balance(found_ptr, balance_ptr, n, chunks, count, BLOCK: tl.constexpr, HELD: tl.constexpr):
+    """The balances that weights ask for, from the words of their rows [chunks, count]; a program for n of them."""
+    found_ptr += tl.program_id(0).to(tl.int64) * n
+    balance_ptr += tl.program_id(0).to(tl.int64) * n
     k = tl.arange(0, BLOCK).to(tl.int64)
-    w = _exponents(found_ptr, k, n, chunks)
+    w = _exponents(found_ptr, k, n, chunks, count)
     some = tl.sum((w > _ZERO).to(tl.int32))
     if not HELD:
         for start in range(BLOCK, n, BLOCK):
-            some += tl.sum((_exponents(found_ptr, k + start, n, chunks) > _ZERO).to(tl.int32))
+            some += tl.sum((_exponents(found_ptr, k + start, n, chunks, count) > _ZERO).to(tl.int32))
     # The median is the greatest number that at most half of them are below; all lie within [-256, 256).
     middle = some * 0 - 256
     for bit in tl.static_range(9):
@@ -208,13 +259,13 @@ def weight_balance(found_ptr, balance_ptr, n, chunks, BLOCK: tl.constexpr, HELD:
         below = tl.sum(((w > _ZERO) & (w < trial)).to(tl.int32))
         if not HELD:
             for start in range(BLOCK, n, BLOCK):
-                later = _exponents(found_ptr, k + start, n, chunks)
+                later = _exponents(found_ptr, k + start, n, chunks, count)
                 below += tl.sum(((later > _ZERO) & (later < trial)).to(tl.int32))
         middle = tl.where(below <= some // 2, trial, middle)
     tl.store(balance_ptr + k, _raised(w, middle), mask=k < n)
     if not HELD:
         for start in range(BLOCK, n, BLOCK):
-            later = _exponents(found_ptr, k + start, n, chunks)
+            later = _exponents(found_ptr, k + start, n, chunks, count)
             tl.store(balance_ptr + k + start, _raised(later, middle), mask=k + start < n)
 
 
@@ -227,8 +278,8 @@ def _raised(w, middle):
 def tokens_balance(x_found_ptr, y_found_ptr, balance_ptr, n, x_chunks, y_chunks, BLOCK: tl.constexpr):
     """The balance of a product over n tokens, from their words in a [x_chunks, n] and in b [y_chunks, n]."""
     k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = _exponents(x_found_ptr, k, n, x_chunks)
-    y = _exponents(y_found_ptr, k, n, y_chunks)
+    x = _exponents(x_found_ptr, k, n, x_chunks, n)
+    y = _exponents(y_found_ptr, k, n, y_chunks, n)
     level = x - ((x + y) >> 1)
     alone = tl.where(y == _ZERO, 0, -_DROPPED)
     balance = tl.where(x == _ZERO, alone, tl.where(y == _ZERO, _DROPPED, level))

@@ -180,7 +180,8 @@ def _experts(
     """Rows sorted by expert, products for each, and an order-free sum over every token's experts."""
     order, offsets = routing.expert_permutation(top_k_index, m.num_experts)
     rows = routing.moe_permute(hidden_states, order, top_k_index.shape[-1])
-    ends = offsets.tolist()
+    # Those of a GPU stay there for products that take them, so that nothing waits for the routing.
+    ends = offsets if offsets.is_cuda and product is grouped_linear else offsets.tolist()
     gate, value = product(rows, m.gate_up_proj, ends).chunk(2, dim=-1)
     results = product(_gated(m.act_fn, gate, value), m.down_proj, ends)
     y = routing.moe_combine(results, top_k_weights.to(work_dtype(results.dtype)), order)

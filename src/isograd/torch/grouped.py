@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from isograd.errors import InvalidProblemError
-from isograd.torch.indexing import enter
+from isograd.torch.indexing import enter, index_select
+from isograd.torch.ops_grouped import GROUPED_MATMUL
+from isograd.torch.ops_matmul import ADD_TO_ROWS
 from isograd.torch.products import Precision, checked_precision, linear
 from isograd.torch.tensors import INDEX_DTYPES, require_dense, require_device, require_same_dtype
 
@@ -37,6 +39,27 @@ def _checked_ends(offsets: Tensor | Sequence[int], experts: int, rows: int) -> l
     return ends
 
 
+def _in_one_product(x: Tensor, weight: Tensor, offsets: Tensor | Sequence[int], bias: Tensor | None) -> Tensor:
+    """All experts by one product of 16-bit integers on a GPU, which is not waited for where it has the offsets."""
+    experts, rows = weight.shape[0], x.shape[0]
+    if not (isinstance(offsets, Tensor) and offsets.device == x.device):
+        ends = torch.tensor(_checked_ends(offsets, experts, rows), dtype=torch.int64)
+        offsets = ends.pin_memory().to(x.device, non_blocking=True)
+    elif offsets.dtype not in INDEX_DTYPES or offsets.shape != (experts + 1,):
+        raise InvalidProblemError(
+            f"{_NAME}: offsets is {offsets.dtype} with shape {tuple(offsets.shape)}; expected integers, "
+            f"{experts + 1} for {experts} experts"
+        )
+    found: Tensor = GROUPED_MATMUL(x, weight.mT, offsets, True)
+    if bias is not None:
+        every = torch.arange(rows, device=x.device)
+        of_rows = torch.searchsorted(offsets.long()[1:].contiguous(), every, right=True).clamp_(max=experts - 1)
+        own = index_select(bias, 0, of_rows)
+        size = found.numel()
+        found = ADD_TO_ROWS(found.reshape(1, size), own.reshape(size)).view(found.shape)
+    return found
+
+
 def grouped_linear(
     input: Tensor,  # noqa: A002
     weight: Tensor,
@@ -49,8 +72,10 @@ def grouped_linear(
 
     input: [rows, features], sorted by expert, as `moe_permute` sorts them. weight: [experts, outputs, features], bias:
     [experts, outputs], of input's dtype. offsets: [experts + 1], from 0 to rows, not decreasing; an expert may have no
-    row. The tensor of `expert_permutation`, or numbers: a GPU is waited for where a tensor of its own is given.
-    precision: as for `matmul`.
+    row. The tensor of `expert_permutation`, or numbers. precision: as for `matmul`.
+
+    On a GPU all experts are one product, and a tensor of its own is not waited for: where such offsets do not fit, the
+    result is NaN and `isograd.check` raises IndexOutOfRangeError.
 
     The bits, also of the gradients, are those of each expert alone: neither the others nor how many rows they have
     change one. Differentiable any number of times.
@@ -71,6 +96,9 @@ def grouped_linear(
             f"{_NAME}: {', '.join(given)} have shapes {shapes}; expected [rows, features], [experts, outputs, "
             "features] and [experts, outputs]"
         )
+    narrow = input.dtype in (torch.float16, torch.bfloat16)
+    if input.is_cuda and (precision == "int16" or (precision is None and narrow)) and weight.shape[0]:
+        return _in_one_product(input, weight, offsets, bias)
     ends = _checked_ends(offsets, weight.shape[0], input.shape[0])
     parts = torch.split(input, [end - start for start, end in itertools.pairwise(ends)])
     biases = (None,) * len(parts) if bias is None else bias.unbind()

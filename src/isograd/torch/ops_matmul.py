@@ -52,7 +52,7 @@ def _missing() -> str | None:
     return unavailable()
 
 
-def _on_gpu(operation: str, tensor: Tensor) -> bool:
+def on_gpu(operation: str, tensor: Tensor) -> bool:
     """Whether the kernels of GPUs compute this, and not those of the CPU."""
     if tensor.is_cpu:
         return False
@@ -65,7 +65,7 @@ def _on_gpu(operation: str, tensor: Tensor) -> bool:
     return True
 
 
-def _stacked(op: define.Operator, size: int, in_dims: Dims, args: tuple[Any, ...]) -> tuple[Tensor, int]:
+def stacked(op: define.Operator, size: int, in_dims: Dims, args: tuple[Any, ...]) -> tuple[Tensor, int]:
     """Over a batch, one member after the other."""
     members = [
         define.batched(x, d, size) if isinstance(x, Tensor) else [x] * size for x, d in zip(args, in_dims, strict=True)
@@ -108,7 +108,7 @@ def _matmul(input: Tensor, other: Tensor, precision: str = "", balance: str = ""
     out = _matmul_fake(input, other, precision, balance)
     a, b = usable("matmul", "input", input), usable("matmul", "other", other)
     chosen = product.checked_precision(_numpy_dtype(input), precision or None)
-    if _on_gpu("matmul", input):
+    if on_gpu("matmul", input):
         _matmul_on_gpu(a, b, out, chosen, balance)
     else:
         _matmul_on_cpu(arrays.numpy_view(a), arrays.numpy_view(b), arrays.numpy_view(out), chosen, balance)
@@ -185,7 +185,7 @@ def _batch(op: define.Operator, size: int, in_dims: Dims, *args: Any) -> tuple[T
         found = op(rows.flatten(0, 1), b, precision, balance)
         return found.unflatten(0, rows.shape[:2]), 0
     if balance:
-        return _stacked(op, size, (*in_dims[:2], None, None), (a, b, precision, balance))
+        return stacked(op, size, (*in_dims[:2], None, None), (a, b, precision, balance))
     moved = [define.batched(t, d, size) for t, d in zip((a, b), in_dims, strict=False)]
     rank = max(t.dim() for t in moved)
     aligned = [t.reshape(size, *(1,) * (rank - t.dim()), *t.shape[1:]) for t in moved]
@@ -217,7 +217,7 @@ def _add_to_rows_fake(input: Tensor, bias: Tensor) -> Tensor:  # noqa: A002
 def _add_to_rows(input: Tensor, bias: Tensor) -> Tensor:  # noqa: A002
     out = _add_to_rows_fake(input, bias)
     rows, row = usable("add_to_rows", "input", input), usable("add_to_rows", "bias", bias)
-    if _on_gpu("add_to_rows", input):
+    if on_gpu("add_to_rows", input):
         from isograd.products import cuda
 
         cuda.add_to_rows(rows, row, out)
@@ -230,7 +230,7 @@ def _add_to_rows(input: Tensor, bias: Tensor) -> Tensor:  # noqa: A002
 
 def _batch_rows(op: define.Operator, size: int, in_dims: Dims, *args: Tensor) -> tuple[Tensor, int]:
     if in_dims[1] is not None:
-        return _stacked(op, size, in_dims, args)
+        return stacked(op, size, in_dims, args)
     x = define.batched(args[0], in_dims[0], size)
     return op(x.flatten(0, 1), args[1]).unflatten(0, x.shape[:2]), 0
 
@@ -257,7 +257,7 @@ def _sum_of_rows_fake(input: Tensor) -> Tensor:  # noqa: A002
 
 def _sum_of_rows(input: Tensor) -> Tensor:  # noqa: A002
     out = _sum_of_rows_fake(input)
-    if _on_gpu("sum_of_rows", input):
+    if on_gpu("sum_of_rows", input):
         from isograd.reduction import cuda
 
         return cuda.sum(usable("sum_of_rows", "input", input), 0)

@@ -159,7 +159,7 @@ def linear_cross_entropy(
     return loss if torch.is_autocast_enabled(hidden.device.type) else loss.to(hidden.dtype)
 
 
-def grouped_linear(input: Tensor, weight: Tensor, offsets: list[int]) -> Tensor:  # noqa: A002
+def grouped_linear(input: Tensor, weight: Tensor, offsets: Tensor | list[int]) -> Tensor:  # noqa: A002
     """`linear` of each expert on its rows."""
     input, weight = _cast("grouped_linear", input, weight)  # noqa: A001
     return grouped.grouped_linear(input, weight, offsets, precision=_PRECISION)
