@@ -28,6 +28,7 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 from isograd.errors import InvalidProblemError
 from isograd.torch.replay import replayed
@@ -81,8 +82,7 @@ def operator(
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"isograd::{name}", fake, lib=_library)
     if gradient is not None:
-        # Not Function.apply, which is for several levels at once.
-        call.apply = super(torch.autograd.Function, _node(op, gradient, call.plain)).apply
+        call.apply = _node(op, gradient, call.plain).apply
         _library.impl(name, _differentiated(call), "Autograd", with_keyset=True)
 
     def members(size: int, in_dims: tuple[int | None, ...], *args: Any) -> Any:
@@ -305,7 +305,10 @@ def _node(op: Any, gradient: Gradient, plain: Callable[..., Any]) -> Any:
     several = len(op._schema.returns) > 1
     redispatch = op._handle.redispatch_boxed
 
-    class Node(torch.autograd.Function):
+    # Not a Function, whose `apply` is for several levels at once.
+    class Node(_SingleLevelFunction):
+        _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
+
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             keyset, args = args[-1], args[:-1]
