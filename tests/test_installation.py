@@ -4,7 +4,9 @@ import ctypes.util
 import importlib.util
 import os
 import platform
+import re
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -93,6 +95,24 @@ except ig.InvalidProblemError as error:
 """
     lines = run_python(absent.replace("\n    ", "\n") + ONE + more).splitlines()
     assert lines == [right, "True", "True"]
+
+
+def test_the_oldest_versions_are_the_bounds():
+    """`.ci/run` installs the package beside those of `oldest.txt`."""
+    tests = Path(__file__).parent
+    project = tomllib.loads((tests.parent / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["torch"]]
+    wanted += [line for line in extras["test"] if line.startswith(("accelerate", "transformers"))]
+    bounds = dict(re.match(r"([\w-]+)>=([\d.]+)", line).groups() for line in wanted)
+    pins = dict(line.split("==") for line in (tests / "oldest.txt").read_text().splitlines() if "==" in line)
+
+    def padded(version):
+        return (*map(int, version.split(".")), 0, 0)[:3]
+
+    assert {name: padded(version) for name, version in pins.items()} == {
+        name: padded(version) for name, version in bounds.items()
+    }
 
 
 # --- other machines' instructions -----------------------------------------------------------------------------------
