@@ -11,6 +11,7 @@ import isograd
 from isograd.cli.bench import bench
 from isograd.cli.demo import demo
 from isograd.cli.diff import diff
+from isograd.cli.doctor import doctor
 from isograd.cli.kernels import kernels
 from isograd.cli.progress import message_console, spell_out
 from isograd.cli.verify import verify
@@ -59,5 +60,5 @@ def _options(
     pass
 
 
-for _command in (verify, warmup, kernels, bench, demo, diff):
+for _command in (verify, warmup, kernels, bench, demo, diff, doctor):
     app.command()(_command)
