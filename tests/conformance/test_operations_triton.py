@@ -97,7 +97,7 @@ def check_compiled(name: str, problem: str, target: str) -> None:
         need = resources(compiled)
         # A few words of the stack are what the compiler's scheduling costs.
         assert need["stack"] <= 64, kernel_name
-        assert need["registers"] <= 255, kernel_name
+        assert need["registers"] <= (512 if target == "gfx942" else 255), kernel_name
         # Long rows may take most of the 227 KiB of a processor.
         assert need["shared"] <= (200 if problem == "long rows" else 64) * 1024, kernel_name
 

@@ -23,7 +23,7 @@ from isograd.rows.triton_sums import sums_over_rows
 
 
 @triton.jit
-def _load(ptr, row, column, step, n, count, MASKED: tl.constexpr, NATIVE: tl.constexpr, POLICY: tl.constexpr = ""):
+def _load(ptr, row, column, step, n, count, MASKED: tl.constexpr, NATIVE: tl.constexpr, POLICY: tl.constexpr):
     pointers = ptr + (tiles.broad(row) * step + column)
     if MASKED:
         mask = tiles.broad(row < count) & (column < n)
@@ -64,9 +64,9 @@ def norm_rows(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < count
     column = tiles.columns(BLOCK, GROUP, V)
-    x = _load(x_ptr, row, column, x_step, n, count, MASKED, NATIVE)
+    x = _load(x_ptr, row, column, x_step, n, count, MASKED, NATIVE, "")
     if RESIDUAL:
-        x += _load(residual_ptr, row, column, residual_step, n, count, MASKED, NATIVE)
+        x += _load(residual_ptr, row, column, residual_step, n, count, MASKED, NATIVE, "")
         summed = ops.narrow(x, summed_ptr.dtype.element_ty, NATIVE)
         _store(summed_ptr, row, column, summed_step, n, count, summed, MASKED)
         x = ops.widen(summed, NATIVE)
@@ -151,7 +151,7 @@ def norm_backward_rows(
                 g -= b
             y = ops.narrow(r * (g - v * a), dx_ptr.dtype.element_ty, NATIVE)
             if ADDED:
-                y = ops.widen(y, NATIVE) + _load(dsummed_ptr, row, column, dsummed_step, n, count, MASKED, NATIVE)
+                y = ops.widen(y, NATIVE) + _load(dsummed_ptr, row, column, dsummed_step, n, count, MASKED, NATIVE, "")
                 y = ops.narrow(y, dx_ptr.dtype.element_ty, NATIVE)
             _store(dx_ptr, row, column, dx_step, n, count, y, MASKED)
     if WEIGHT:
