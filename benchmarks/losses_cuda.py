@@ -155,6 +155,9 @@ def linear_cross_entropies(rows: int, features: int, classes: int) -> Functions:
     h, w = hidden.detach(), weight.detach()
     found: Functions = {
         "isograd": lambda: ig.linear_cross_entropy(h, w, targets, return_gradient=True),
+        "isograd, order-free": lambda: ig.linear_cross_entropy(
+            h, w, targets, return_gradient=True, preference="order_free"
+        ),
         "torch": WithBackward(plain, hidden, weight),
     }
     try:
