@@ -97,7 +97,9 @@ def grouped_linear(
             "features] and [experts, outputs]"
         )
     narrow = input.dtype in (torch.float16, torch.bfloat16)
-    if input.is_cuda and (precision == "int16" or (precision is None and narrow)) and weight.shape[0]:
+    # Numbers that are traced may stand for others.
+    known = isinstance(offsets, Tensor) or not torch.compiler.is_compiling()
+    if input.is_cuda and weight.shape[0] and known and (precision == "int16" or (precision is None and narrow)):
         return _in_one_product(input, weight, offsets, bias)
     ends = _checked_ends(offsets, weight.shape[0], input.shape[0])
     parts = torch.split(input, [end - start for start, end in itertools.pairwise(ends)])
