@@ -14,6 +14,7 @@ from isograd.core import arrays
 from isograd.numerics import int16
 from isograd.numerics.matmul import matmul
 from isograd.reduction import api as reduction
+from isograd.torch import grouped
 from isograd.torch.ops_grouped import GROUPED_MATMUL, GROUPED_OUTER
 from isograd.torch.ops_matmul import ADD_TO_ROWS, MATMUL, SUM_OF_ROWS
 
@@ -178,6 +179,22 @@ def test_operators_of_experts_have_the_bits_of_each_alone(dtype):
     checked = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(GROUPED_MATMUL.overload, (x, w.mT, ends, True), test_utils=checked)
     torch.library.opcheck(GROUPED_OUTER.overload, (x, g, ends), test_utils=checked)
+
+
+@pytest.mark.parametrize("ends", [[0, 5, 5, 6, 19], [0, 0, 0], [0, 3]], ids=str)
+def test_one_product_for_all_experts_has_the_bits_of_each(ends):
+    """The way that a GPU takes, by the operators of the CPU."""
+    x, w, bias = (
+        normal(*shape, dtype=torch.bfloat16) for shape in ((ends[-1], 40), (len(ends) - 1, 7, 40), (len(ends) - 1, 7))
+    )
+    g = normal(ends[-1], 7, dtype=torch.bfloat16, grad=False)
+    if ends[-1] > 3:
+        g[1, 2], g[2, 3] = torch.inf, torch.nan
+    found = []
+    for call in (igt.grouped_linear, grouped._in_one_product):
+        y = call(x, w, torch.tensor(ends), bias)
+        found.append([bits(t) for t in (y, *torch.autograd.grad(y, (x, w, bias), g))])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
