@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from choices import thorough
 from distributions import (
     DTYPES,
     REDUCTIONS,
@@ -81,14 +82,16 @@ def test_kl_div_on_any_layout(dtype, problem):
     check("kl_div_backward", (dloss, x, t), options | {"wrt": "target" if problem["seed"] % 2 else "input"})
 
 
+# Teachers of 16 bits as well: thorough, and of whole rows in the conformance tests.
+@pytest.mark.parametrize("wide", [True, thorough(False)], ids=["wide teacher", "same dtype"])
 @each_dtype
 @relaxed
 @given(problem=problems(), odd=st.floats(0.05, 20), temperature=st.sampled_from([1.0, 2.0, 0.5, None]))
-def test_distillation_on_any_layout(dtype, problem, odd, temperature):
+def test_distillation_on_any_layout(dtype, wide, problem, odd, temperature):
     rng = np.random.default_rng(problem["seed"])
     shape, flavour = problem["shape"], problem["flavour"]
     student = laid_out(rng, values(rng, flavour, shape, dtype))
-    other = np.float32 if problem["flag"] and dtype != np.float64 else dtype
+    other = np.float32 if wide and dtype != np.float64 else dtype
     teacher = values(rng, FLAVOURS[rng.integers(6)], shape, other)
     options = {"temperature": odd if temperature is None else temperature, "reduction": problem["reduction"]}
     dloss = values(rng, flavour, shape[:-1] if problem["reduction"] == "none" else (), work(dtype))
