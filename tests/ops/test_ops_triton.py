@@ -1,4 +1,4 @@
-"""The Triton kernels of norms' gradients in Triton's interpreter, where programs take many rows or dx overwrites."""
+"""Norms' gradients in Triton's interpreter, where programs take many rows or dx overwrites, and packed gates."""
 
 from pathlib import Path
 from typing import Any
@@ -8,8 +8,9 @@ import pytest
 pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("triton", reason="needs triton")
 
-SCRIPT = Path(__file__).parent / "interpreted_norms.py"
+SCRIPT = Path(__file__).parent / "interpreted_ops.py"
 SUITES = [f"{name}_{kind}" for name in ("stay", "places", "words") for kind in ("rmsnorm", "layernorm")]
+SUITES += ["packed_swiglu", "packed_geglu"]
 
 
 @pytest.mark.parametrize("name", SUITES)

@@ -1,6 +1,6 @@
-"""Run under TRITON_INTERPRET=1: gradients of norms where programs take many rows, and in the place of their inputs.
+"""Run under TRITON_INTERPRET=1: gradients of norms where programs take many rows or dx overwrites, and packed gates.
 
-    python interpreted_norms.py SUITE...
+    python interpreted_ops.py SUITE...
 
 Not a test itself: the variable acts when triton is imported.
 """
@@ -70,6 +70,15 @@ def words(kind: str) -> Iterator[tuple[str, bool]]:
         yield from compared(f"{kind}_backward", (100, 8), "float64", "normal")
 
 
+def packed(name: str) -> Iterator[tuple[str, bool]]:
+    """Both halves of a gradient, in the place of the input too."""
+    for shape, dtype, flavour in (((5, 34), "bfloat16", "normal"), ((3, 1200), "float32", "special")):
+        yield from compared(name, shape, dtype, flavour)
+        for place in ("", "x"):
+            yield from compared(f"{name}_backward", shape, dtype, flavour, place)
+
+
 if __name__ == "__main__":
     suites = {"stay": stay, "places": places, "words": words}
-    report({f"{name}_{kind}": partial(f, kind) for name, f in suites.items() for kind in ("rmsnorm", "layernorm")})
+    norms = {f"{name}_{kind}": partial(f, kind) for name, f in suites.items() for kind in ("rmsnorm", "layernorm")}
+    report(norms | {f"packed_{name}": partial(packed, name) for name in ("swiglu", "geglu")})
