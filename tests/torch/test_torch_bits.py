@@ -337,6 +337,14 @@ def test_operators_run_registered_kernels():
     assert not torch.equal(igt.softmax(x, -1), torch.full((2, 3), 0.5))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_an_empty_tensor_has_an_address_that_any_numpy_takes(dtype):
+    """NumPy before 2.2 makes no array of memory at address 0."""
+    empty = torch.empty(0, 3, dtype=dtype)
+    assert arrays._Memory(empty).__array_interface__["data"][0] != 0
+    assert arrays.numpy_view(empty).shape == (0, 3)
+
+
 def test_the_core_does_not_import_torch():
     code = "import sys, isograd, numpy as np; isograd.softmax(np.ones((2, 3))); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -208,6 +208,9 @@ def tensor_check(operands: Sequence[Any]) -> Callable[[Mapping[str, Any], str], 
     return check
 
 
+_NOWHERE = 64  # the address of an empty tensor: NumPy before 2.2 takes no array at address 0
+
+
 class _Memory:
     """The memory of a tensor in NumPy's terms; an array made from it keeps the tensor alive."""
 
@@ -218,7 +221,7 @@ class _Memory:
         strides = None if tensor.is_contiguous() else tuple([stride * itemsize for stride in tensor.stride()])
         self.tensor = tensor
         self.__array_interface__ = {
-            "data": (tensor.data_ptr(), False),
+            "data": (tensor.data_ptr() or _NOWHERE, False),
             "shape": tensor.shape,
             "strides": strides,
             "typestr": f"{kind}{itemsize}",
