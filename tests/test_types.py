@@ -1,6 +1,7 @@
 """What a type checker and an editor are told of the public functions."""
 
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -63,6 +64,20 @@ def test_mypy_sees_the_types_that_the_sample_asserts(tmp_path):
     ]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
     found = {int(line) for line in re.findall(r"typing_sample\.py:(\d+): error", done.stdout)}
+    assert found == wrong_lines(), done.stdout
+
+
+def wrong_lines():
+    """The lines of the sample that a type checker has to refuse."""
     lines = SAMPLE.read_text().splitlines()
-    expected = {number for number, line in enumerate(lines, 1) if line.endswith("# wrong")}
-    assert found == expected, done.stdout
+    return {number for number, line in enumerate(lines, 1) if line.endswith("# wrong")}
+
+
+@pytest.mark.thorough
+def test_pyright_sees_them_too(tmp_path):
+    settings = {"include": [str(SAMPLE)], "extraPaths": [str(Path(ig.__file__).parents[1])]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson", "-p", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    found = json.loads(done.stdout)["generalDiagnostics"]
+    assert {d["range"]["start"]["line"] + 1 for d in found if d["severity"] == "error"} == wrong_lines(), done.stdout
