@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+import shutil
 import subprocess
 import sys
 import typing
@@ -75,7 +76,8 @@ def wrong_lines():
 
 @pytest.mark.thorough
 def test_pyright_sees_them_too(tmp_path):
-    settings = {"include": [str(SAMPLE)], "extraPaths": [str(Path(ig.__file__).parents[1])]}
+    shutil.copy(SAMPLE, tmp_path)
+    settings = {"include": [SAMPLE.name], "extraPaths": [str(Path(ig.__file__).parents[1])]}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
     command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson", "-p", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
