@@ -131,6 +131,7 @@ def test_derivatives_and_transforms(kind):
     leaves = [t.requires_grad_() for t in (*rows, *weights)]
     torch.autograd.gradcheck(function, leaves)
     torch.autograd.gradgradcheck(function, leaves)
+    torch.autograd.gradgradcheck(lambda *given: function(*given)[0], leaves)
 
     def in_steps(x, r, *along):
         x = x + r

@@ -175,7 +175,7 @@ def added_second(saved: Named, settings: Any, needs: Named, grads: Named) -> dic
     """The gradients of the gradient."""
     found = second({**saved, "x": saved["summed"]}, settings, needs, grads)
     found["summed"] = found.pop("x")
-    return found if saved["dsummed"] is None else found | {"dsummed": grads["dx"]}
+    return found | ({"dsummed": grads["dx"]} if needs["dsummed"] else {})
 
 
 def added_second_tangent(saved: Named, settings: Any, tangents: Named) -> tuple[Tensor, ...]:
