@@ -205,6 +205,7 @@ _FUSED = "computes its softmax inside one fused operation of torch's"
 _SUMS = "adds up repeated indices in a way that isograd has no operator for"
 _SELECTED = "its gradient adds up repeated indices in torch's order; accepted: index_select, gather, embedding"
 _ORDER = "adds up in an order of torch's own; isograd has no operator for it"
+_PRODUCT = 'adds up in an order of torch\'s own; products="int16" replaces it'
 _DRAWN = "draws from torch's generator, elsewhere for another split of the step; accepted: dropout of elements"
 LEFT: dict[Any, Left] = {}
 
@@ -290,6 +291,8 @@ _leave(
     "sum nansum mean nanmean var var_mean std std_mean prod cumsum cumsum_ cumprod cumprod_ logsumexp logcumsumexp "
     "norm renorm renorm_ dist trace cov corrcoef trapezoid cumulative_trapezoid",
 )
+for _function in PRODUCTS.keys() & LEFT.keys():
+    LEFT[_function] = LEFT[_function]._replace(reason=_PRODUCT)
 
 
 def _opened(function: FunctionType) -> FunctionType:
