@@ -50,6 +50,13 @@ def test_weights_that_differ_end_with_status_1(cli, tmp_path, monkeypatch):
     assert json.loads(result.stdout)["agrees"] is False
 
 
+@pytest.mark.parametrize("seed", [1 << 32, 1 << 64])
+def test_a_seed_that_the_generator_cuts_is_refused(cli, seed):
+    result = cli(*LM, "--seed", seed)
+    assert result.exit_code == 2
+    assert f"--seed is {seed}; --model lm takes one below 4294967296" in " ".join(result.stderr.split())
+
+
 @pytest.mark.parametrize("other", [("--steps", 1), ("--steps", 1, "--seed", 5)])
 @pytest.mark.usefixtures("torch")
 def test_other_settings_have_no_published_digest(cli, tmp_path, other):

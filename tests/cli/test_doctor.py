@@ -96,3 +96,22 @@ def test_a_cache_that_cannot_be_written_is_named(cli, clean, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: not str(path).startswith(str(clean)) and real(path, mode))
     report = json.loads(cli("doctor", "--json").stdout)
     assert [line for line in report["advice"] if "cannot be written, so kernels are compiled" in line]
+
+
+@pytest.mark.parametrize("kind", ["file", "below a file", "broken link"])
+def test_a_cache_that_cannot_be_a_folder_is_named(cli, clean, monkeypatch, kind):
+    place = clean / "NUMBA_CACHE_DIR"
+    place.symlink_to(clean / "missing") if kind == "broken link" else place.touch()
+    if kind == "below a file":
+        monkeypatch.setenv("NUMBA_CACHE_DIR", str(place / "folder"))
+    result = cli("doctor")
+    assert result.exit_code == 1, result.stdout
+    assert "cannot be written, so kernels are compiled" in result.stdout
+
+
+def test_files_that_vanish_are_left_out(cli, clean):
+    folder = clean / "TRITON_CACHE_DIR"
+    folder.mkdir()
+    (folder / "moved").symlink_to(clean / "missing")
+    (folder / "kernel").write_bytes(bytes(10))
+    assert doctor._cache("cuda", folder)[2:] == (1, 10, None)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from isograd.cli.language_model import Training
 
 STEPS = 20
+_SEEDS = 1 << 32  # that torch's generator tells apart
 
 
 def license_text() -> str:
@@ -96,6 +97,8 @@ def _published(steps: int, seed: int) -> str | None:
 
 def demo(output: Path, steps: int, device: str, seed: int, as_json: bool) -> None:
     """Train, show what came of it, and end with the command's exit status."""
+    if seed >= _SEEDS:
+        raise InvalidProblemError(f"--seed is {seed}; --model lm takes one below {_SEEDS}")
     console, messages = output_console(), message_console()
     optional("torch", "PyTorch", "torch", "The language model")
     if not DEVICES[device].available():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -127,16 +128,19 @@ def _gpu_folder() -> Path:
 
 def _cache(device: str, folder: Path) -> Cache:
     """What is in a folder. Code is loaded from it, so nobody else may write there."""
-    pattern = "*.nbc" if device == "cpu" else "*"
-    files = [path for path in folder.rglob(pattern) if path.is_file()] if folder.is_dir() else []
-    size = sum(path.stat().st_size for path in files)
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    ending = ".nbc" if device == "cpu" else ""
+    sizes = []
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):  # a file that another process has just moved
+                sizes += [os.stat(os.path.join(path, name)).st_size] if name.endswith(ending) else []
+    there = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
     problem = None
-    if not os.access(there, os.W_OK):
+    if not (os.path.isdir(there) and os.access(there, os.W_OK)):
         problem = "cannot be written, so kernels are compiled in every process; name another folder"
-    elif folder.is_dir() and folder.stat().st_mode & stat.S_IWOTH:
+    elif os.path.isdir(folder) and os.stat(folder).st_mode & stat.S_IWOTH:
         problem = "every user can write there, and code is loaded from it: chmod o-w"
-    return Cache(device, folder, len(files), size, problem)
+    return Cache(device, folder, len(sizes), sum(sizes), problem)
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
