@@ -89,6 +89,7 @@ SAID = {
     "classes": ("InvalidProblemError", "no class", None),
     "rows": ("InvalidProblemError", f"or requires_grad {DIFFER}", None),
     "softmax storage": ("InvalidProblemError", REFUSED, "x has dtype"),
+    "device": ("InvalidProblemError", REFUSED, "no kernel for device 'meta'"),
     "gradient": ("InvalidProblemError", f"or requires_grad {DIFFER}", None),
     "group": ("InvalidProblemError", "group is 'world'; expected a process group", None),
 }

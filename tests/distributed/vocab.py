@@ -137,6 +137,7 @@ def wrong_calls(group: Any, device: str) -> Iterator[tuple[str, Callable[[], Any
     yield "classes", lambda: cross_entropy(x[:, :0], targets, group)
     yield "rows", lambda: igt.distributed.vocab_parallel_softmax(x[:3] if last else x, group)
     yield "softmax storage", lambda: igt.distributed.vocab_parallel_softmax(x.int() if last else x, group)
+    yield "device", lambda: igt.distributed.vocab_parallel_softmax(x.to("meta") if last else x, group)
     yield "gradient", lambda: igt.distributed.vocab_parallel_log_softmax(x.requires_grad_(last), group)
     yield "group", lambda: igt.distributed.vocab_parallel_softmax(x, "world")
 

@@ -159,6 +159,13 @@ def test_cross_entropy_of_a_linear_layer(dtype):
     assert torch.equal(loss, igt.linear_cross_entropy(*narrow[:2], targets, narrow[2], **kept, **more))
 
 
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="needs torch 2.13")
+def test_cross_entropy_of_what_torch_refuses_is_refused():
+    x, w, targets = random(2, 3, 5, dtype=torch.bfloat16), random(9, 5, dtype=torch.bfloat16), torch.zeros(2, 3).long()
+    with igt.use(products="int16"), pytest.raises(RuntimeError, match="dimensionality 1 or 2"):
+        F.linear_cross_entropy(x, w, targets)
+
+
 def test_autocast_multiplies_in_its_dtype():
     x, w = random(3, 5), random(4, 5, seed=1)
     with torch.autocast("cpu", torch.bfloat16), igt.use(products="int16"):

@@ -148,8 +148,8 @@ def linear_cross_entropy(
     name = "linear_cross_entropy"
     hidden, matrix, bias = _cast(name, input, linear_weight, linear_bias)
     require_tensor(name, target, "target")
-    if target.is_floating_point() or matrix.dim() != 2:
-        raise UnsupportedError(f"{name}: accepted: class indices, and a weight of two dimensions")
+    if target.is_floating_point() or matrix.dim() != 2 or hidden.dim() > 2:
+        raise UnsupportedError(f"{name}: accepted: class indices, rows, and a weight of two dimensions")
     more: dict[str, Any] = {"label_smoothing": label_smoothing, "reduction": reduction}
     more["ignore_index"] = -100 if ignore_index is None else ignore_index
     if hidden.dtype not in (torch.float16, torch.bfloat16):

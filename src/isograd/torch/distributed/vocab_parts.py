@@ -69,7 +69,8 @@ def agreed(name: str, group: Any, x: Any, failed: IsogradError | None, what: Map
         if failed is not None:
             raise failed
         return Part(None, 0, classes)
-    device = x.device if isinstance(x, Tensor) else torch.device("cpu")
+    # A tensor of another device has failed, and no collective may take it.
+    device = x.device if isinstance(x, Tensor) and x.device.type == "cuda" else torch.device("cpu")
     if device.type == "cpu" and dist.get_backend(group) == "nccl":  # which carries no more than errors then
         device = torch.device("cuda", torch.cuda.current_device())
     sizes = agree(name, [group], device, failed, what, classes)
