@@ -16,6 +16,8 @@ import os
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch's deterministic products on a GPU ask for
+
 import lightning
 import torch
 import typer

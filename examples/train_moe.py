@@ -10,7 +10,7 @@ every machine, CPU or GPU, with any number of threads.
 
 import hashlib
 import math
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 import typer
@@ -118,7 +118,7 @@ def digest(model: nn.Module) -> str:
 def main(
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 200,
     seed: Annotated[int, typer.Option(min=0, help="Of the weights and the rows.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where.")] = "cpu",
 ) -> None:
     """Train a mixture of experts, and print what its experts do and the digest of its weights."""
     layer, task, errors = trained(steps, seed, device)

@@ -30,11 +30,12 @@ TEXT = Path(__file__).parents[1] / "LICENSE"
 
 
 class Windows(torch.utils.data.Dataset):
-    """Pieces of a text, a number a byte."""
+    """Pieces of a text, a number a byte; as many as fill whole steps, as ranks would fill up a last one otherwise."""
 
     def __init__(self, path: Path) -> None:
         numbers = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
-        self.rows = numbers[: len(numbers) // CONTEXT * CONTEXT].view(-1, CONTEXT)
+        of_step = CONTEXT * MICRO_BATCH * UNITS
+        self.rows = numbers[: len(numbers) // of_step * of_step].view(-1, CONTEXT)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -68,6 +68,13 @@ def test_the_mixture_has_the_published_weights(example):
     assert by_command(example("train_moe"), "--steps", "3") == MOE[3]
 
 
+def test_the_mixture_refuses_another_device(example):
+    module = example("train_moe")
+    app = module.typer.Typer()
+    app.command()(module.main)
+    assert CliRunner().invoke(app, ["--device", "tpu"]).exit_code == 2
+
+
 def test_the_mixture_learns_and_its_experts_divide_the_kinds(example):
     moe = example("train_moe")
     layer, task, errors = moe.trained(60, 1, "cpu")
@@ -104,8 +111,21 @@ def test_the_trainer_repeats_itself_and_learns(example):
 
 @pytest.mark.thorough
 def test_the_trainer_has_one_digest_for_any_number_of_ranks():
-    alone = by_process("train_trainer", "--steps", "3")
-    assert by_process("train_trainer", "--steps", "3", ranks=2) == alone
+    alone = by_process("train_trainer", "--steps", "46")  # more than an epoch
+    assert by_process("train_trainer", "--steps", "46", ranks=2) == alone
+
+
+def test_an_epoch_of_the_trainer_has_whole_steps(example):
+    trainer = example("train_trainer")
+    assert len(trainer.Windows(trainer.TEXT)) % (trainer.UNITS * trainer.MICRO_BATCH) == 0
+
+
+def test_deterministic_products_of_torch_have_what_they_ask_for(example, monkeypatch):
+    for path in EXAMPLES.glob("train_*.py"):
+        if "use_deterministic_algorithms(True)" in path.read_text(encoding="utf-8"):
+            monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+            example(path.stem)
+            assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8", path.name
 
 
 # --- Lightning --------------------------------------------------------------------------------------------------------
