@@ -86,6 +86,11 @@ def test_errors(kind):
         with pytest.raises(ig.InvalidProblemError, match=f"^add_{kind}: .*{said}"):
             getattr(ig, f"add_{kind}")(x, wrong)
 
+    x = ig.Tape().leaf(x)
+    for wrong in (residual[:, :1], residual[0], 2.0):
+        with pytest.raises(ig.InvalidProblemError, match=rf"^add_{kind}: x has shape \(4, 3, 24\) and residual "):
+            getattr(ig, f"add_{kind}")(x, wrong)
+
 
 # --- torch -----------------------------------------------------------------------------------------------------------
 def in_torch(kind):

@@ -17,11 +17,21 @@ import numpy as np
 from isograd.core import arrays, encoder, functional
 from isograd.core.faults import named
 from isograd.core.operation import Operation
-from isograd.errors import IsogradError
+from isograd.errors import InvalidProblemError, IsogradError
 
 # For a type of arrays of its own, a front end's (operation with a vjp, inputs, attributes) -> outputs.
 front_ends: dict[type, Callable[[Operation, tuple[Any, ...], tuple[Any, ...]], Any]] = {}
 _PLAIN = {"int": int, "float": float}  # by what schemas call them: attributes that are plain as they come
+
+
+def added(name: str, x: Any, residual: Any) -> Any:
+    """The sum of two of one shape by the front end that has either, or None if none has."""
+    if not any(type(a) in front_ends for a in (x, residual)):
+        return None
+    shapes = [getattr(a, "shape", type(a).__name__) for a in (x, residual)]
+    if shapes[0] != shapes[1]:
+        raise InvalidProblemError(f"{name}: x has shape {shapes[0]} and residual {shapes[1]}; expected the same")
+    return x + residual
 
 
 @functools.cache

@@ -119,8 +119,7 @@ def add_layernorm(
     Raises InvalidProblemError for shapes that differ, a wrong axis, rank or eps and a weight or bias that does not fit,
     UnsupportedError for another dtype.
     """
-    if any(type(a) in call.front_ends for a in (x, residual)):  # variables, which have a sum of their own
-        summed = x + residual
+    if (summed := call.added("add_layernorm", x, residual)) is not None:
         y, *statistics = _layernorm((summed, weight, bias), (axis, eps))
     else:
         y, summed, *statistics = _add((x, residual, weight, bias), (axis, eps))

@@ -89,8 +89,7 @@ def add_rmsnorm(
     Raises InvalidProblemError for shapes that differ, a wrong axis, rank or eps and a weight that does not fit,
     UnsupportedError for another dtype.
     """
-    if any(type(a) in call.front_ends for a in (x, residual)):  # variables, which have a sum of their own
-        summed = x + residual
+    if (summed := call.added("add_rmsnorm", x, residual)) is not None:
         y, *statistics = _rmsnorm((summed, weight), (axis, eps))
     else:
         y, summed, *statistics = _add((x, residual, weight), (axis, eps))
