@@ -207,6 +207,23 @@ def fsdp_settings(group: Any) -> list[Any]:
     return [several, nan, report.units, report.exceeded, "set_requires_gradient_sync" in vars(model)]
 
 
+def removed_from_fsdp(group: Any) -> bool:
+    """Whether FSDP2's gradients are its own again, of a model whose root has no parameters."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = small()
+    for module in (model[0], model[2], model):
+        fully_shard(module)
+    total = GradientSum(model)
+    unit(model, 0)
+    total.finish()
+    total.remove()
+    found = [p.grad.full_tensor() for p in model.parameters()]
+    model.zero_grad()
+    unit(model, 0)
+    return all(torch.allclose(p.grad.full_tensor(), g) for p, g in zip(model.parameters(), found, strict=True))
+
+
 def loaded(group: Any) -> list[Any]:
     """A state that differs on the last rank, one of another model, and one in the middle of a step."""
     model, last = small(), dist.get_rank(group) == dist.get_world_size(group) - 1

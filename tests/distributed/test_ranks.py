@@ -203,6 +203,10 @@ def test_settings_of_fsdp(two: Any) -> None:
         assert not shadowed
 
 
+def test_a_sum_comes_off_fsdp(two: Any) -> None:
+    assert two.run("misuse", "removed_from_fsdp", 2) == [True, True]
+
+
 def test_states(two: Any) -> None:
     for rank, (different, unknown, saving, loading, same) in enumerate(two.run("misuse", "loaded", 2)):
         assert "settings of rank 1 differ" in different[1]

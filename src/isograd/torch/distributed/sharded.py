@@ -94,8 +94,8 @@ def restore(module: Any) -> None:
     module.set_force_sum_reduction_for_comms(False)
     if hasattr(module, "set_reduce_scatter_unused_params"):
         module.set_reduce_scatter_unused_params(False, recurse=False)
-    else:
-        del module._get_fsdp_state()._fsdp_param_group.post_backward
+    elif (group := module._get_fsdp_state()._fsdp_param_group) is not None:  # None without parameters of its own
+        vars(group).pop("post_backward", None)  # one rank has not changed it
 
 
 def _with_unused(group: Any, *arguments: Any) -> None:
