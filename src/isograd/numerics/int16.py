@@ -78,7 +78,8 @@ def rounded(x: Floats, balance: Integers | None, axis: int) -> tuple[Floats, Int
     greatest = elements.max(axis=axis, keepdims=True, initial=ZERO)
     exponent = np.where(greatest == ZERO, 0, greatest)
     power = 15 - exponent + (0 if balance is None else shift)
-    finite = np.where(np.isfinite(x), x, 0).astype(np.float64)
+    # Wide first: NumPy before 2.1.3 ends the process where it chooses between bfloat16 and a number.
+    finite = np.where(np.isfinite(x), x.astype(np.float64), 0.0)
     return np.rint(np.ldexp(finite, power.astype(np.int32))), exponent
 
 

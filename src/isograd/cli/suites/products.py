@@ -99,7 +99,7 @@ def _reference(precision: str, a: Array, b: Array, balance: str = "") -> Array:
 
 def _unit(x: Array, axis: int) -> tuple[Array, Array]:
     """Finite values divided by a power of two a line, as binary64, and its exponents; others are 0."""
-    wide = np.where(np.isfinite(x), x, 0).astype(np.float64)
+    wide = np.where(np.isfinite(x), x.astype(np.float64), 0.0)
     exponent = np.frexp(np.abs(wide).max(axis=axis, keepdims=True, initial=0.0))[1].astype(np.int64)
     half = (-exponent) >> 1
     return np.ldexp(np.ldexp(wide, half.astype(np.int32)), (-exponent - half).astype(np.int32)), exponent
