@@ -98,6 +98,39 @@ def layernorm_backward(dy: Any, x: Any, mean: Any, rstd: Any, weight: Any = None
     return _backward((dy, x, mean, rstd, weight), (axis,), ("dweight", "dbias"))
 
 
+@overload
+def add_layernorm(
+    x: NDArray[ScalarT],
+    residual: NDArray[ScalarT],
+    weight: NDArray[Any] | None = ...,
+    bias: NDArray[Any] | None = ...,
+    *,
+    axis: int = ...,
+    eps: float = ...,
+    return_statistics: Literal[False] = ...,
+) -> tuple[NDArray[ScalarT], NDArray[ScalarT]]: ...
+@overload
+def add_layernorm(
+    x: ArrayT,
+    residual: ArrayT,
+    weight: Array | None = ...,
+    bias: Array | None = ...,
+    *,
+    axis: int = ...,
+    eps: float = ...,
+    return_statistics: Literal[False] = ...,
+) -> tuple[ArrayT, ArrayT]: ...
+@overload
+def add_layernorm(
+    x: ArrayT,
+    residual: ArrayT,
+    weight: Array | None = ...,
+    bias: Array | None = ...,
+    *,
+    axis: int = ...,
+    eps: float = ...,
+    return_statistics: Literal[True],
+) -> tuple[ArrayT, ArrayT, Any, Any]: ...
 def add_layernorm(
     x: Any,
     residual: Any,

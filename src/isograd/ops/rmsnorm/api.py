@@ -69,6 +69,36 @@ def rmsnorm_backward(dy: Any, x: Any, rstd: Any, weight: Any = None, *, axis: in
     return _backward((dy, x, rstd, weight), (axis,), ("dweight",))
 
 
+@overload
+def add_rmsnorm(
+    x: NDArray[ScalarT],
+    residual: NDArray[ScalarT],
+    weight: NDArray[Any] | None = ...,
+    *,
+    axis: int = ...,
+    eps: float = ...,
+    return_rstd: Literal[False] = ...,
+) -> tuple[NDArray[ScalarT], NDArray[ScalarT]]: ...
+@overload
+def add_rmsnorm(
+    x: ArrayT,
+    residual: ArrayT,
+    weight: Array | None = ...,
+    *,
+    axis: int = ...,
+    eps: float = ...,
+    return_rstd: Literal[False] = ...,
+) -> tuple[ArrayT, ArrayT]: ...
+@overload
+def add_rmsnorm(
+    x: ArrayT,
+    residual: ArrayT,
+    weight: Array | None = ...,
+    *,
+    axis: int = ...,
+    eps: float = ...,
+    return_rstd: Literal[True],
+) -> tuple[ArrayT, ArrayT, Any]: ...
 def add_rmsnorm(
     x: Any,
     residual: Any,
