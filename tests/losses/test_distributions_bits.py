@@ -407,7 +407,7 @@ def test_hard_takes_the_first_of_equal_elements():
 def test_probabilities_are_those_of_the_softmax_family(dtype):
     """The gradient is the difference of two softmaxes in the work type, the bits of the family's kernels."""
     rng = np.random.default_rng(27)
-    x, t = (2 * rng.standard_normal((5, 300)).astype(dtype) for _ in range(2))
+    x, t = ((2 * rng.standard_normal((5, 300))).astype(dtype) for _ in range(2))
     of = work(dtype)
     q, p = ig.softmax(x.astype(of)), ig.softmax(t.astype(of))
     dx = ig.distillation_loss_backward(np.ones(5, of), x, t, reduction="none")

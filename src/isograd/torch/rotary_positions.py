@@ -31,10 +31,15 @@ def _made(length: int, dim: int, base: float, device: torch.device) -> tuple[Ten
     return torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
 
 
+def _base(config: Any) -> float:
+    """The base of the angles: transformers 5 has it among the parameters of positions, 4 by itself."""
+    parameters = getattr(config, "rope_parameters", None)
+    return float(config.rope_theta if parameters is None else parameters["rope_theta"])
+
+
 def wide_positions(m: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of positions from the table of `isograd.rotary_table`, whose halves are the same."""
-    base = float(m.config.rope_parameters["rope_theta"])
-    tables = _tables(m.config.max_position_embeddings, 2 * m.inv_freq.numel(), base, x.device)
+    tables = _tables(m.config.max_position_embeddings, 2 * m.inv_freq.numel(), _base(m.config), x.device)
     cos, sin = (torch.cat([embedding(position_ids, half)] * 2, -1) * m.attention_scaling for half in tables)
     return cos, sin
 
