@@ -13,6 +13,7 @@ from isograd.numerics.bounds import LARGEST, limits, sum_error, ulp
 from isograd.numerics.storage import compute_dtype
 from isograd.ops.layernorm import reference
 from isograd.rows.matrix import along
+from isograd.rows.residual import added, gradient_bound, sum_bound, with_gradient
 
 Floats = NDArray[Any]
 _WIDE = np.longdouble
@@ -109,12 +110,8 @@ def add_layernorm(
     eps: float = 1e-5,
 ) -> tuple[Floats, ...]:
     """Of y, summed, mean, rstd."""
-    exact, summed = (
-        reference.oracle_add_layernorm(x, residual, axis=axis)[1],
-        reference.add_layernorm(x, residual, axis=axis)[1],
-    )
-    y, *statistics = layernorm(dtype, summed, weight, bias, axis, eps)
-    return (y, np.where(np.abs(exact) > LARGEST[dtype], np.inf, ulp(exact, dtype) / 2), *statistics)
+    y, *statistics = layernorm(dtype, added(x, residual), weight, bias, axis, eps)
+    return (y, sum_bound(dtype, x, residual), *statistics)
 
 
 def add_layernorm_backward(
@@ -131,11 +128,9 @@ def add_layernorm_backward(
 ) -> Any:
     """Of dx or of what is asked for behind it."""
     found = layernorm_backward(dtype, dy, summed, mean, rstd, weight, axis, dweight, dbias)
-    if dsummed is None:
-        return found
-    dx, *others = found if isinstance(found, tuple) else (found,)
-    exact = reference.oracle_add_layernorm_backward(dy, summed, mean, rstd, dsummed, weight, axis)
-    with np.errstate(all="ignore"):
-        reach = np.abs(exact) + dx
-        dx = np.where(reach > LARGEST[dtype], np.inf, dx + ulp(reach, dtype) / 2)
-    return (dx, *others) if others else dx
+
+    def with_sum(error: Floats, dsummed: Floats) -> Floats:
+        exact = reference.oracle_add_layernorm_backward(dy, summed, mean, rstd, dsummed, weight, axis)
+        return gradient_bound(dtype, exact, error)
+
+    return with_gradient(found, dsummed, with_sum)

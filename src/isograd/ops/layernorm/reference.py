@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from isograd.numerics import reference as ref
 from isograd.rows.matrix import along, matrix, put_back, row_mean
+from isograd.rows.residual import added, exact_sum, with_gradient
 
 Floats = NDArray[Any]
 
@@ -61,11 +62,6 @@ def layernorm_backward(
     return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
 
-def _added(a: Floats, b: Floats) -> Floats:
-    with np.errstate(all="ignore"):
-        return ref.narrow(ref.widen(a) + ref.widen(b), a.dtype)
-
-
 def add_layernorm(
     x: Floats,
     residual: Floats,
@@ -75,7 +71,7 @@ def add_layernorm(
     eps: float = 1e-5,
 ) -> tuple[Floats, ...]:
     """The bits of (y, summed, mean, rstd): the norm of the sum as it is stored."""
-    summed = _added(x, residual)
+    summed = added(x, residual)
     y, *statistics = layernorm(summed, weight, bias, axis, eps)
     return (y, summed, *statistics)
 
@@ -92,11 +88,7 @@ def add_layernorm_backward(
     dbias: bool = False,
 ) -> Any:
     """The bits of dx, which is the residual's gradient as well, or of what is asked for behind it."""
-    found = layernorm_backward(dy, summed, mean, rstd, weight, axis, dweight, dbias)
-    if dsummed is None:
-        return found
-    dx, *others = found if isinstance(found, tuple) else (found,)
-    return (_added(dx, dsummed), *others) if others else _added(dx, dsummed)
+    return with_gradient(layernorm_backward(dy, summed, mean, rstd, weight, axis, dweight, dbias), dsummed, added)
 
 
 # --- the oracle: the same formulas in the widest float of the machine ------------------------------------------------
@@ -151,10 +143,8 @@ def oracle_add_layernorm(
     eps: float = 1e-5,
 ) -> tuple[Floats, ...]:
     """The exact sum; the exact norm of what is stored of it."""
-    with np.errstate(all="ignore"):
-        exact = x.astype(_WIDE) + residual.astype(_WIDE)
-    y, *statistics = oracle_layernorm(_added(x, residual), weight, bias, axis, eps)
-    return (y, exact, *statistics)
+    y, *statistics = oracle_layernorm(added(x, residual), weight, bias, axis, eps)
+    return (y, exact_sum(x, residual), *statistics)
 
 
 def oracle_add_layernorm_backward(
@@ -170,9 +160,4 @@ def oracle_add_layernorm_backward(
 ) -> Any:
     """The exact gradients, but for the rounding of the wide type."""
     found = oracle_layernorm_backward(dy, summed, mean, rstd, weight, axis, dweight, dbias)
-    if dsummed is None:
-        return found
-    dx, *others = found if isinstance(found, tuple) else (found,)
-    with np.errstate(all="ignore"):
-        dx = dx + dsummed.astype(_WIDE)
-    return (dx, *others) if others else dx
+    return with_gradient(found, dsummed, exact_sum)

@@ -13,6 +13,7 @@ from isograd.numerics.bounds import LARGEST, limits, sum_error, ulp
 from isograd.numerics.storage import compute_dtype
 from isograd.ops.rmsnorm import reference
 from isograd.rows.matrix import along
+from isograd.rows.residual import added, gradient_bound, sum_bound, with_gradient
 
 Floats = NDArray[Any]
 _WIDE = np.longdouble
@@ -81,12 +82,8 @@ def add_rmsnorm(
     dtype: str, x: Floats, residual: Floats, weight: Floats | None = None, axis: int = -1, eps: float = 1e-6
 ) -> tuple[Floats, ...]:
     """Of y, summed, rstd."""
-    exact, summed = (
-        reference.oracle_add_rmsnorm(x, residual, axis=axis)[1],
-        reference.add_rmsnorm(x, residual, axis=axis)[1],
-    )
-    y, *statistics = rmsnorm(dtype, summed, weight, axis, eps)
-    return (y, np.where(np.abs(exact) > LARGEST[dtype], np.inf, ulp(exact, dtype) / 2), *statistics)
+    y, *statistics = rmsnorm(dtype, added(x, residual), weight, axis, eps)
+    return (y, sum_bound(dtype, x, residual), *statistics)
 
 
 def add_rmsnorm_backward(
@@ -101,11 +98,9 @@ def add_rmsnorm_backward(
 ) -> Any:
     """Of dx or of what is asked for behind it."""
     found = rmsnorm_backward(dtype, dy, summed, rstd, weight, axis, dweight)
-    if dsummed is None:
-        return found
-    dx, *others = found if isinstance(found, tuple) else (found,)
-    exact = reference.oracle_add_rmsnorm_backward(dy, summed, rstd, dsummed, weight, axis)
-    with np.errstate(all="ignore"):
-        reach = np.abs(exact) + dx
-        dx = np.where(reach > LARGEST[dtype], np.inf, dx + ulp(reach, dtype) / 2)
-    return (dx, *others) if others else dx
+
+    def with_sum(error: Floats, dsummed: Floats) -> Floats:
+        exact = reference.oracle_add_rmsnorm_backward(dy, summed, rstd, dsummed, weight, axis)
+        return gradient_bound(dtype, exact, error)
+
+    return with_gradient(found, dsummed, with_sum)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from isograd.numerics import reference as ref
 from isograd.rows.matrix import along, matrix, put_back, row_mean
+from isograd.rows.residual import added, exact_sum, with_gradient
 
 Floats = NDArray[Any]
 
@@ -46,16 +47,11 @@ def rmsnorm_backward(
         return dx, ref.narrow(ref.order_free_sum(np.ascontiguousarray((upstream * scaled).T)), x.dtype)
 
 
-def _added(a: Floats, b: Floats) -> Floats:
-    with np.errstate(all="ignore"):
-        return ref.narrow(ref.widen(a) + ref.widen(b), a.dtype)
-
-
 def add_rmsnorm(
     x: Floats, residual: Floats, weight: Floats | None = None, axis: int = -1, eps: float = 1e-6
 ) -> tuple[Floats, ...]:
     """The bits of (y, summed, rstd): the norm of the sum as it is stored."""
-    summed = _added(x, residual)
+    summed = added(x, residual)
     y, *statistics = rmsnorm(summed, weight, axis, eps)
     return (y, summed, *statistics)
 
@@ -70,11 +66,7 @@ def add_rmsnorm_backward(
     dweight: bool = False,
 ) -> Any:
     """The bits of dx, which is the residual's gradient as well, or of what is asked for behind it."""
-    found = rmsnorm_backward(dy, summed, rstd, weight, axis, dweight)
-    if dsummed is None:
-        return found
-    dx, *others = found if isinstance(found, tuple) else (found,)
-    return (_added(dx, dsummed), *others) if others else _added(dx, dsummed)
+    return with_gradient(rmsnorm_backward(dy, summed, rstd, weight, axis, dweight), dsummed, added)
 
 
 # --- the oracle: the same formulas in the widest float of the machine ------------------------------------------------
@@ -110,10 +102,8 @@ def oracle_add_rmsnorm(
     x: Floats, residual: Floats, weight: Floats | None = None, axis: int = -1, eps: float = 1e-6
 ) -> tuple[Floats, ...]:
     """The exact sum; the exact norm of what is stored of it."""
-    with np.errstate(all="ignore"):
-        exact = x.astype(_WIDE) + residual.astype(_WIDE)
-    y, *statistics = oracle_rmsnorm(_added(x, residual), weight, axis, eps)
-    return (y, exact, *statistics)
+    y, *statistics = oracle_rmsnorm(added(x, residual), weight, axis, eps)
+    return (y, exact_sum(x, residual), *statistics)
 
 
 def oracle_add_rmsnorm_backward(
@@ -127,9 +117,4 @@ def oracle_add_rmsnorm_backward(
 ) -> Any:
     """The exact gradients, but for the rounding of the wide type."""
     found = oracle_rmsnorm_backward(dy, summed, rstd, weight, axis, dweight)
-    if dsummed is None:
-        return found
-    dx, *others = found if isinstance(found, tuple) else (found,)
-    with np.errstate(all="ignore"):
-        dx = dx + dsummed.astype(_WIDE)
-    return (dx, *others) if others else dx
+    return with_gradient(found, dsummed, exact_sum)
