@@ -37,13 +37,20 @@ def test_interpreter_returns_the_bits_of_the_reference(interpret: Any, name: str
     assert wrong == 0, which
 
 
-# dtype, rows, columns: rows that a tile holds, rows of doubles, rows in passes
-PROBLEMS = {"rows": ("bfloat16", 64, 1024), "doubles": ("float64", 64, 250), "long rows": ("float32", 8, 100_000)}
+# dtype, rows, columns: rows that a tile holds, rows of doubles, rows in passes, and what no pair of elements fills
+PROBLEMS = {
+    "rows": ("bfloat16", 64, 1024),
+    "doubles": ("float64", 64, 250),
+    "long rows": ("float32", 8, 100_000),
+    "one column": ("bfloat16", 64, 1),
+    "one element": ("float16", 1, 1),
+}
 
 
 def call(name: str, problem: str, rows: int | None = None) -> Any:
     """A function that launches an operation on tensors that nobody reads."""
     op, (dtype, count, n) = OPERATIONS[name], PROBLEMS[problem]
+    n = max(n, op.least_size)
     made = descriptor(op, (rows or count, n), dtype, settings_of(op, 1), options(op, 0))
     if refused(made) is not None:
         return None

@@ -132,12 +132,13 @@ def root(x):
 
 
 # --- storage: widening is exact, narrowing rounds to nearest even and writes the canonical NaN -----------------------
+# The instructions for pairs take tiles of two elements or more.
 @triton.jit
 def widen(x, NATIVE: tl.constexpr):
     """The exact value in the type that the contract computes in."""
     if x.dtype == tl.float64:
         return x
-    elif NATIVE and x.dtype == tl.bfloat16:
+    elif NATIVE and x.dtype == tl.bfloat16 and x.numel > 1:
         return tl.inline_asm_elementwise(_WIDEN_BF16, "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2)
     else:
         return x.to(tl.float32)
@@ -170,7 +171,7 @@ def narrow(x, dtype: tl.constexpr, NATIVE: tl.constexpr):
             return as_float(tl.minimum(as_int(x), NAN_32))
         else:
             return as_float(tl.where(x == x, as_int(x), NAN_32))
-    elif NATIVE:
+    elif NATIVE and x.numel > 1:
         if dtype == tl.bfloat16:
             return tl.inline_asm_elementwise(_NARROW_BF16, "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
         else:
