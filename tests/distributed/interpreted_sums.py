@@ -1,6 +1,6 @@
 """Run under TRITON_INTERPRET=1: compare the Triton kernels of GradientSum with the reference in Triton's interpreter.
 
-    python interpreted_sums.py accumulate mean
+    python interpreted_sums.py accumulate mean parts
 
 Not a test itself: the variable acts when triton is imported.
 """
@@ -51,5 +51,31 @@ def divided() -> Iterator[tuple[str, bool]]:
                     yield f"{dtype} {n} / {units} 2^{quantum}", arrays.numpy_view(y).tobytes() == wanted.tobytes()
 
 
+def of_parts() -> Iterator[tuple[str, bool]]:
+    for dtype in DTYPES:
+        for i, (quantum, limit) in enumerate(SETTINGS):
+            parts = [gradient(dtype, 4099, 3 * i + rank, special=rank == 1) for rank in range(3)]
+            found = [reference.quanta(g, quantum, limit) for g in parts]
+            right, peak = sum(f.units for f in found), max(f.peak for f in found)
+            rows = torch.stack([as_torch(g) for g in parts])
+            total, y, z = torch.full((4099,), 7, dtype=torch.int64), torch.ones_like(rows[0]), torch.ones_like(rows[0])
+            peaks, header = torch.zeros(3, dtype=torch.int64), torch.tensor([3, 0, 0])
+            with np.errstate(all="ignore"):
+                triton_launch.accumulate(rows, total, peaks, 1, quantum, limit, True)
+                triton_launch.mean_of_parts(rows, header, y, quantum, limit)
+                triton_launch.keep(rows[1], z, peaks, 2)
+            what = f"{dtype} 2^{quantum}"
+            yield f"{what}: sums", bool((total.numpy() == right).all())
+            yield f"{what}: peaks", peaks.tolist() == [0, peak, found[1].peak]
+            mean = reference.mean(right, 3, quantum, DTYPES[dtype])
+            yield f"{what}: mean", arrays.numpy_view(y).tobytes() == mean.tobytes()
+            yield f"{what}: copy", arrays.numpy_view(z).tobytes() == parts[1].tobytes()
+            row = torch.ones_like(y)
+            with np.errstate(all="ignore"):
+                triton_launch.mean_of_parts(rows[:1], header, row, quantum, limit)
+            mean = reference.mean(found[0].units, 3, quantum, DTYPES[dtype])
+            yield f"{what}: one part", arrays.numpy_view(row).tobytes() == mean.tobytes()
+
+
 if __name__ == "__main__":
-    report({"accumulate": accumulated, "mean": divided})
+    report({"accumulate": accumulated, "mean": divided, "parts": of_parts})

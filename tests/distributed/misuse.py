@@ -7,8 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import isograd.torch as igt
+from isograd.core import arrays
 from isograd.torch.distributed import reference
 
 GradientSum = igt.distributed.GradientSum
@@ -93,6 +95,52 @@ def sent_ahead(group: Any) -> list[bool]:
     return found
 
 
+def one_unit(group: Any, dtypes: list[str]) -> list[Any]:
+    """One unit on every rank, announced: what is sent, the bits, then a step without a unit on the first rank."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    def made() -> nn.Module:
+        model = small()
+        for layer, dtype in zip((model[0], model[2]), dtypes, strict=True):
+            layer.to(getattr(torch, dtype))
+        return model
+
+    def run(model: nn.Module, seed: int) -> None:
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+        y = model[1](model[0](x.to(model[0].weight.dtype)))
+        model[2](y.to(model[2].weight.dtype)).square().mean().backward()
+
+    def right(seeds: list[int]) -> list[bytes]:
+        each = []
+        for seed in seeds:
+            run(alone := made(), seed)
+            each.append([arrays.numpy_view(p.grad) for p in alone.parameters()])
+        return [reference.gradient_sum(units).tobytes() for units in zip(*each, strict=True)]
+
+    model = made()
+    total = GradientSum(model, group, units=1, bucket_bytes=64)
+    found: list[Any] = [{str(b.dtype).removeprefix("torch."): b.parts is not None for b in total._buckets}]
+    for first in (0, 1):
+        if rank >= first:
+            run(model, rank)
+        report = total.finish()
+        got = [arrays.numpy_view(p.grad).tobytes() for p in model.parameters()]
+        found += [report.units == ranks - first, got == right(list(range(first, ranks)))]
+        model.zero_grad()
+    return found
+
+
+def second_gradient(group: Any) -> list[Any]:
+    """In the only unit, of a layer that two reentrant checkpoints share; and announcing another number of units."""
+    model = small()
+    total = GradientSum(model, group, units=1)
+    announced = raised(lambda: setattr(total, "units", 2))
+    x = torch.ones(4, 5, requires_grad=True)
+    y = sum(checkpoint(model, x * i, use_reentrant=True) for i in (1, 2))
+    y.square().mean().backward()
+    return [announced, raised(total.finish), works(model, total)]
+
+
 def uneven(group: Any, ahead: bool) -> list[Any]:
     """Three units on the first rank, one on the second, none on others; then none on the first."""
     model, rank = small(), dist.get_rank(group)
@@ -162,7 +210,6 @@ def broken_backward(group: Any, everywhere: bool, ahead: bool, retry: bool = Fal
         second = ("", "")
     else:
         second = raised(total.finish)
-    total.units = None
     return [first, second, works(model, total)]
 
 
@@ -188,13 +235,11 @@ def left_over(group: Any) -> list[Any]:
 
 
 def fsdp_settings(group: Any) -> list[Any]:
-    """Different quanta in one reduction of FSDP2's, gradients synchronized or not, a gradient outside of the range."""
+    """Ranges in one reduction of FSDP2's, gradients synchronized or not, a gradient outside of the range."""
     import training
 
     model = training.made("fsdp", group, dtype=torch.float32)
-    several = raised(lambda: GradientSum(model, quantum={"embedding.weight": -40}))
-    model = training.made("fsdp", group, dtype=torch.float32)
-    total = GradientSum(model, range={"blocks.1.*": -20})
+    total = GradientSum(model, range={"blocks.1.up.*": -20})
     model.set_requires_gradient_sync(False)
     training.loss_of(model, 0, 0).backward()
     with warnings.catch_warnings():
@@ -204,7 +249,7 @@ def fsdp_settings(group: Any) -> list[Any]:
     total.remove()
     model.zero_grad()
     training.loss_of(model, 0, 0)  # a model of FSDP2's own again
-    return [several, nan, report.units, report.exceeded, "set_requires_gradient_sync" in vars(model)]
+    return [nan, report.units, report.exceeded, "set_requires_gradient_sync" in vars(model)]
 
 
 def removed_from_fsdp(group: Any) -> bool:

@@ -278,7 +278,7 @@ def test_a_planted_float_sum_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def add(self: Any, gradient: Any, peaks: Any) -> None:
         waiting = getattr(self.parameter, "waiting", None)
         self.parameter.waiting = gradient if waiting is None else waiting + gradient
-        self.total.copy_(torch.round(self.flat(self.parameter.waiting).double() * 2.0**48).long())
+        self.of(self.bucket.total).copy_(torch.round(self.flat(self.parameter.waiting).double() * 2.0**48).long())
         self.seen = True
 
     monkeypatch.setattr(buckets.Slot, "add", add)

@@ -44,6 +44,33 @@ def test_bits_of_the_reference(dtype: str, threads: int, restore_threads: Any) -
                 assert arrays.numpy_view(y).tobytes() == np.full(n, np.nan, DTYPES[dtype]).tobytes()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_are_rounded_one_by_one(dtype: str) -> None:
+    for i, (quantum, limit) in enumerate(SETTINGS):
+        for n in (1, 4097, 100_003):
+            parts = [gradient(dtype, n, 3 * i + rank, special=rank == 1) for rank in range(3)]
+            found = [reference.quanta(g, quantum, limit) for g in parts]
+            right, peak = sum(f.units for f in found), max(f.peak for f in found)
+            rows = torch.stack([as_torch(g) for g in parts])
+            total, peaks = torch.full((n,), 7, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+            kernels.accumulate(rows, total, peaks, 1, quantum, limit, True)
+            assert (total.numpy() == right).all()
+            assert peaks.tolist() == [0, peak, 0]
+            wide = torch.stack([as_torch(g) for g in parts], 1).T.contiguous()  # rows that something follows
+            wide = torch.cat([wide, torch.ones_like(wide)], 1)
+            kernels.accumulate(wide[:, :n], total, peaks, 1, quantum, limit, False)
+            assert (total.numpy() == 2 * right).all()
+            for header in ([3, 0, 0], [3, 1, 0]):
+                y, z = (torch.full((n,), 7, dtype=rows.dtype) for _ in range(2))
+                kernels.mean_of_parts(rows, torch.tensor(header), y, quantum, limit)
+                kernels.mean(torch.from_numpy(right), torch.tensor(header), z, quantum)
+                assert arrays.numpy_view(y).tobytes() == arrays.numpy_view(z).tobytes()
+            y, peaks = torch.full((n,), 7, dtype=rows.dtype), torch.zeros(3, dtype=torch.int64)
+            kernels.keep(rows[1], y, peaks, 2)
+            assert arrays.numpy_view(y).tobytes() == parts[1].tobytes()
+            assert peaks.tolist() == [0, 0, found[1].peak]
+
+
 def test_rounding_is_to_nearest_with_ties_to_even() -> None:
     q = 2.0**-48
     g = np.array([0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 0.75, -0.25, 3.0], np.float32) * np.float32(q)
@@ -75,8 +102,8 @@ def test_range_is_judged_by_the_largest_of_all_units(worst: float, fits: bool) -
 
 def test_interpreter_returns_the_bits_of_the_reference(interpret: Any) -> None:
     pytest.importorskip("triton", reason="needs triton")
-    found, which = interpret(SCRIPT, "accumulate", "mean", exhaustive=False)
-    assert found == {"accumulate": (64, 0), "mean": (64, 0)}, which
+    found, which = interpret(SCRIPT, "accumulate", "mean", "parts", exhaustive=False)
+    assert found == {"accumulate": (64, 0), "mean": (64, 0), "parts": (80, 0)}, which
 
 
 @pytest.mark.thorough
@@ -91,12 +118,14 @@ def test_compiles_for_gpus(target: str) -> None:
     for name in DTYPES:
         g = torch.zeros(5000, dtype=getattr(torch, name))
 
-        def both(g: torch.Tensor = g) -> None:
+        def every(g: torch.Tensor = g) -> None:
             triton_launch.accumulate(g, total, peaks, 1, -48, 14, False)
             triton_launch.mean(total, header, g, -48)
+            triton_launch.keep(g, g, peaks, 1)
+            triton_launch.mean_of_parts(g.view(2, 2500), header, g[:2500], -48, 14)
 
-        found = triton_targets.kernels_of(target, both, triton_launch)
-        assert set(found) == {"accumulate", "mean"}
+        found = triton_targets.kernels_of(target, every, triton_launch)
+        assert set(found) == {"accumulate", "mean", "keep", "mean_of_parts"}
         for compiled in found.values():
             need = triton_targets.resources(compiled)
             assert need["stack"] <= 64
@@ -115,4 +144,7 @@ def test_sizes_of_parameters_compile_few_kernels() -> None:
             g = torch.zeros(n)
             triton_launch.accumulate(g, total[:n], peaks, i % 4, -48, 14, False)
             triton_launch.mean(total[:n], header, g, -48)
-    assert {name: len(found) for name, found in variants.items()} == {"accumulate": 1, "mean": 1}
+            triton_launch.keep(g, torch.zeros(n), peaks, i % 4)
+            triton_launch.mean_of_parts(torch.zeros(2, 16 * n), header, g, -48, 14)
+    one = dict.fromkeys(("accumulate", "mean", "keep", "mean_of_parts"), 1)
+    assert {name: len(found) for name, found in variants.items()} == one

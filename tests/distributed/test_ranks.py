@@ -136,6 +136,28 @@ def test_other_numbers_of_units(two: Any, ahead: bool) -> None:
         assert found == [4, True, True, 1, True]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "dtypes", "sent"),
+    [
+        (2, ["float32", "bfloat16"], {"float32": True, "bfloat16": True}),
+        (2, ["float64", "float16"], {"float64": False, "float16": True}),
+        (4, ["float32", "bfloat16"], {"float32": False, "bfloat16": True}),
+    ],
+)  # fmt: skip
+def test_one_unit_on_every_rank(four: Any, ranks: int, dtypes: list[str], sent: dict[str, bool]) -> None:
+    for found in four.run("misuse", "one_unit", ranks, dtypes=dtypes):
+        assert found == [sent, True, True, True, True]
+
+
+def test_a_second_gradient_in_the_only_unit(two: Any) -> None:
+    for announced, finished, works in two.run("misuse", "second_gradient", 2):
+        assert announced[0] == "InvalidProblemError"
+        assert "units is 2, and every rank has announced one unit" in announced[1]
+        assert finished[0] == "StepError"
+        assert "a second gradient of" in finished[1]
+        assert works
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), 2.0**13, -(2.0**15)])
 def test_what_does_not_fit_is_nan_on_all_ranks(two: Any, value: float) -> None:
     for nan, fits, exceeded, told, works in two.run("misuse", "too_large", 2, value=value):
@@ -193,13 +215,10 @@ def test_gradients_that_were_not_cleared(two: Any) -> None:
 
 
 def test_settings_of_fsdp(two: Any) -> None:
-    for several, nan, units, exceeded, shadowed in two.run("misuse", "fsdp_settings", 2):
-        assert several[0] == "UnsupportedError"
-        assert "one setting for each module" in several[1]
+    for nan, units, exceeded, shadowed in two.run("misuse", "fsdp_settings", 2):
         assert nan
         assert units == 2
-        assert len(exceeded) == 8
-        assert all(name.startswith("blocks.1.") for name in exceeded)
+        assert exceeded == ("blocks.1.up.weight", "blocks.1.up.bias")
         assert not shadowed
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isograd.errors import InvalidProblemError, IsogradError, StepError, UnsupportedError
-from isograd.torch.distributed import kernels, sharded
+from isograd.torch.distributed import sharded
 from isograd.torch.distributed.agreement import agree, checked_group
 from isograd.torch.distributed.buckets import Slot, packed
 from isograd.torch.distributed.report import GradientReport
@@ -45,18 +45,21 @@ class GradientSum:
     that return the same bits on every run. Several backward passes are several units; they are not added up in floats.
 
     model: a module whose trainable parameters are float16, bfloat16, float32 or float64 on one device: plain, in
-    DistributedDataParallel, or with `fully_shard` (FSDP2) over one mesh of one dimension. Made after these, on every
-    rank. Every backward pass moves the gradients into int64 totals, 8 bytes a parameter (an FSDP2 rank holds its
-    part), and leaves None in `p.grad`. A parameter without a gradient in a unit adds zero there, and one without any
-    gets a gradient of zeros. DDP's own reduction is off, and `no_sync()` and FSDP2's `set_requires_gradient_sync`
-    have no effect; buffers of a DDP model are copied from the first rank in `finish`.
+    DistributedDataParallel, or with `fully_shard` (FSDP2) over one mesh of one dimension, whose ranks exchange
+    gradients in FSDP2's `reduce_dtype`. Made after these, on every rank. Every backward pass moves the gradients into
+    int64 totals, 8 bytes a parameter (an FSDP2 rank holds its part), and leaves None in `p.grad`. A parameter without
+    a gradient in a unit adds zero there, and one without any gets a gradient of zeros. DDP's own reduction is off, and
+    `no_sync()` and FSDP2's `set_requires_gradient_sync` have no effect; buffers of a DDP model are copied from the
+    first rank in `finish`.
 
     group: the ranks to add over, by default all of `torch.distributed` where that is initialized, else none. With
     FSDP2 the ranks of the mesh are added in any case; a group then has the ranks that hold the same part.
 
     units: how many units this rank has in a step, if known. In the last one buckets are sent as soon as the pass has
-    completed them, while it goes on, and the last bucket by `finish`. The attribute may be set before each step. It
-    never changes a bit.
+    completed them, while it goes on, and the last bucket by `finish`. The attribute may be set before each step. If
+    every rank announces one unit here, gradients themselves are sent instead of totals, where those of all ranks take
+    no more than 8 bytes a parameter (up to 4 ranks in 16 bits, 2 in float32); the attribute stays 1, or 0 in a step
+    without a unit. It never changes a bit.
 
     quantum, range: exponents of two, for all parameters or by name: a mapping of names, or patterns as in `fnmatch`, to
     exponents (the first match counts). By default the quantum is 2^-48, and the range, of which N times the largest
@@ -104,7 +107,8 @@ class GradientSum:
         # The state of a step.
         self._peaks: Tensor
         self._problem: str | None = None
-        self._pending: Tensor | None = None  # what FSDP2 has just reduced, of parameters whose hooks come next
+        self._single = False  # whether every rank has one unit in a step
+        self._pending: Tensor | None = None  # what FSDP2 has just sent, of parameters whose hooks come next
         self._streams: set[int] = set()
         self._counted = self._ahead = self._taken = 0
         self._set_up(_NAME, lambda: self._checked(units, quantum, range))
@@ -122,34 +126,28 @@ class GradientSum:
         An error of `check` is raised on the other ranks as well, which would wait for this one.
         """
         failed: IsogradError | None = None
-        settings, groups = list[Setting](), list[tuple[Any, tuple[str, ...]]]()
+        settings = list[Setting]()
         try:
             settings = check()
-            groups = self._reduced_together(name, dict(zip(self._named, settings, strict=True)))
         except IsogradError as error:
             failed = error
         parameters = [(n, tuple(p.shape), str(p.dtype), p.stride()) for n, p in self._named.items()]
         described = {"parameters": parameters, "settings": (settings, self._bucket_bytes)}
-        agree(name, self._groups, self._device, failed, described)
+        announced = -1 if failed or self._units is None else self._units
+        everyone = agree(name, self._groups, self._device, failed, described, announced)
         self._settings = dict(zip(self._named, settings, strict=True))
-        # Each group of parameters has a peak: one parameter, or those that FSDP2 reduces at once.
-        self._members = [names for _, names in groups]
-        slots = [
-            Slot(n, self._named[n], _local(self._named[n]), self._settings[n], i)
-            for i, names in enumerate(self._members)
-            for n in names
-        ]
+        slots = [Slot(n, p, _local(p), self._settings[n], i) for i, (n, p) in enumerate(self._named.items())]
         self._slot = {slot.name: slot for slot in slots}
-        self._buckets = packed([self._slot[n] for n in self._named], self._bucket_bytes, self._device)
-        for i, (module, names) in enumerate(groups):
-            if module is not None:
-                sharded.reduce_by(module, partial(self._quantize, i, self._settings[names[0]]), self._reduced)
+        self._single = self._group is not None and self._shards == 1 and set(everyone) == {1}
+        self._buckets = packed(slots, self._bucket_bytes, self._group, self._single)
+        if self._shards > 1:
+            for module in sharded.reducing(self._modules):
+                sharded.exchange_by(module, self._exchanged)
         for module in self._modules:
             sharded.reduce_always(module)
-        heads = [self._slot[names[0]] for names in self._members]
-        wide = [slot.parameter.dtype is torch.float64 for slot in heads]
+        wide = [p.dtype is torch.float64 for p in self._named.values()]
         self._wide = torch.tensor(wide, dtype=torch.bool, device=self._device)
-        limits = [2.0**slot.setting.range for slot in heads]
+        limits = [2.0**setting.range for setting in settings]
         self._limits = torch.tensor(limits, dtype=torch.float64, device=self._device)
         self._begin()
 
@@ -181,23 +179,6 @@ class GradientSum:
                 raise InvalidProblemError(f"{what} belongs to another {_NAME}; call its remove() first")
         return resolved(_NAME, list(self._named), quantum, limit)
 
-    def _reduced_together(self, name: str, settings: Mapping[str, Setting]) -> list[tuple[Any, tuple[str, ...]]]:
-        """Parameters that are rounded at once: single ones, or with several ranks those of a module of FSDP2's."""
-        if self._shards == 1:
-            return [(None, (n,)) for n in self._named]
-        names = {id(p): n for n, p in self._named.items()}
-        found = []
-        for module, parameters in sharded.groups_of(self._modules):
-            members = tuple([names[id(p)] for p in parameters if id(p) in names])
-            if len({settings[n] for n in members}) > 1:
-                raise UnsupportedError(
-                    f"{name}: quantum or range differ between {members[0]!r} and others that FSDP2 reduces with it; "
-                    "accepted: one setting for each module that `fully_shard` was applied to"
-                )
-            if members:
-                found.append((module, members))
-        return found
-
     def _let_ddp_reduce(self, enable: bool) -> None:
         """Switch DDP's own collectives, which expect the same passes on every rank, as `no_sync` does."""
         if self._ddp is not None:
@@ -212,6 +193,11 @@ class GradientSum:
     def units(self, units: int | None) -> None:
         if units is not None and (not isinstance(units, int) or isinstance(units, bool) or units < 0):
             raise InvalidProblemError(f"{_NAME}: units is {units!r}; expected a number of backward passes, or None")
+        if self._single and units not in (0, 1):
+            raise InvalidProblemError(
+                f"{_NAME}: units is {units}, and every rank has announced one unit in a step to the constructor; "
+                "accepted: 0 and 1, or anything after a constructor with units=None"
+            )
         self._units = units
 
     # --- in a backward pass ------------------------------------------------------------------------------------------
@@ -226,7 +212,7 @@ class GradientSum:
             if (problem := self._refusal(slot, gradient)) is not None:
                 self._problem = self._problem or problem
             elif self._shards > 1:
-                self._take_reduced(slot, parameter)
+                self._take_exchanged(slot, parameter)
             else:
                 slot.add(_local(gradient), self._peaks)
         self._send_ahead(slot)
@@ -242,30 +228,34 @@ class GradientSum:
                 f"a gradient of {slot.name!r} came when all should have been sent: this rank announced {self._units} "
                 f"units and was in unit {self._counted + 1}"
             )
+        if slot.bucket.parts is not None and slot.seen:
+            return (
+                f"a second gradient of {slot.name!r} came in the only unit, as with reentrant checkpoints; make the "
+                f"{_NAME} with units=None"
+            )
         if gradient.layout is not torch.strided:
             return f"the gradient of {slot.name!r} is sparse; accepted: dense gradients"
         if gradient.dtype not in _DTYPES or (gradient.dtype is torch.float64) != (slot.bucket.dtype is torch.float64):
             return f"the gradient of {slot.name!r} has dtype {gradient.dtype}, the parameter {slot.bucket.dtype}"
+        if slot.bucket.parts is not None and gradient.dtype is not slot.bucket.dtype:
+            return (
+                f"the gradient of {slot.name!r} has dtype {gradient.dtype}, the parameter {slot.bucket.dtype}; "
+                f"accepted with one unit on every rank: the parameter's; make the {_NAME} with units=None"
+            )
         return None
 
-    def _quantize(self, index: int, setting: Setting, gradients: Tensor) -> Tensor:
-        """The gradients of a group of FSDP2's in quanta."""
-        if (gradients.dtype is torch.float64) != (self._slot[self._members[index][0]].bucket.dtype is torch.float64):
-            self._problem = f"FSDP2 reduces in {gradients.dtype} what belongs to {self._members[index][0]!r}"
-            return torch.zeros(gradients.shape, dtype=torch.int64, device=gradients.device)
-        units = torch.empty(gradients.shape, dtype=torch.int64, device=gradients.device)
-        kernels.accumulate(gradients, units, self._peaks, index, setting.quantum, setting.range, True)
-        return units
+    def _exchanged(self, gradients: Tensor) -> None:
+        self._pending, self._taken = gradients, 0
 
-    def _reduced(self, part: Tensor) -> None:
-        self._pending, self._taken = part, 0
-
-    def _take_reduced(self, slot: Slot, parameter: Any) -> None:
-        """Take a parameter's part of what FSDP2 has just reduced; its own result is none."""
-        if self._pending is None or self._taken + slot.size > self._pending.numel():
+    def _take_exchanged(self, slot: Slot, parameter: Any) -> None:
+        """Take all ranks' gradients of a parameter's part from what FSDP2 has just sent; its own result is none."""
+        if self._pending is None or self._taken + slot.size > self._pending.shape[1]:
             self._problem = f"FSDP2 has not reduced {slot.name!r} by {_NAME}; leave set_custom_reduce_scatter alone"
             return
-        slot.add_quanta(self._pending[self._taken : self._taken + slot.size])
+        if (self._pending.dtype is torch.float64) != (slot.bucket.dtype is torch.float64):
+            self._problem = f"FSDP2 reduces in {self._pending.dtype} what belongs to {slot.name!r}"
+            return
+        slot.add_parts(self._pending[:, self._taken : self._taken + slot.size], self._peaks)
         self._taken += sharded.padded_size(parameter, self._shards)
 
     def _send_ahead(self, slot: Slot) -> None:
@@ -280,7 +270,7 @@ class GradientSum:
             if len(self._streams) > 1:
                 return
         while self._ahead < len(self._buckets) - 1 and not self._buckets[self._ahead].missing:
-            self._buckets[self._ahead].send(self._group)
+            self._buckets[self._ahead].send()
             self._ahead += 1
 
     def _ended(self) -> None:
@@ -312,12 +302,12 @@ class GradientSum:
             raise StepError(f"{_NAME}.finish: {problem}")
         with torch.no_grad():
             for bucket in self._buckets[self._ahead : -1]:
-                bucket.send(self._group)
+                bucket.send()
             header, exceeded = self._added_up(problem)
             self._copy_buffers()
             # While the last, often the largest, is under way, the means of the others are taken, which need the header.
-            self._buckets[-1].send(self._group)
-            report = GradientReport(header, exceeded, self._members)
+            self._buckets[-1].send()
+            report = GradientReport(header, exceeded, list(self._named))
             if self._counted == 0 and problem is None and report.problem is None and report.units == 0:
                 problem = "no rank had a backward pass since the last step"
             if problem is None and self._device.type == "cpu" and report.problem is not None:
@@ -389,7 +379,7 @@ class GradientSum:
         self._problem = self._pending = None
         self._streams = set()
         # New ones: a report may still look at those before.
-        self._peaks = torch.zeros(len(self._members), dtype=torch.int64, device=self._device)
+        self._peaks = torch.zeros(len(self._named), dtype=torch.int64, device=self._device)
         for bucket in self._buckets:
             bucket.clear()
 

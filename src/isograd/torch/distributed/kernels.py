@@ -1,6 +1,8 @@
 """The kernels of a sum of gradients on the device of their tensors; `reference.py` says what they compute."""
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from isograd.core import arrays
@@ -15,9 +17,10 @@ def accumulate(
 ) -> None:
     """Add a gradient in quanta to a total, or begin the total with it, and raise the peak at an index.
 
-    gradient: contiguous, of a storage type. total: contiguous int64, as many elements. peaks: int64.
+    gradient: of a storage type, contiguous; or [parts, n], whose rows are contiguous and each rounded by itself. total:
+    contiguous int64, n elements. peaks: int64.
     """
-    if gradient.numel() == 0:
+    if total.numel() == 0:
         return
     if not gradient.is_cpu:
         from isograd.torch.distributed import triton_launch
@@ -26,16 +29,45 @@ def accumulate(
         return
     from isograd.torch.distributed import numba_kernels
 
-    x, sums, found = (arrays.numpy_view(t) for t in (gradient, total, peaks))
+    x, sums = arrays.numpy_view(gradient), arrays.numpy_view(total)
+    parts, step = (1, 0) if gradient.dim() == 1 else (gradient.shape[0], gradient.stride(0))
     of = work_dtype(x.dtype)
-    grain = parallel.grain(x.size, 1)
-    partial = np.zeros(-(-x.size // grain), np.int64)
     with default_environment():
         scale, bound = of(2.0**-quantum), of(2.0**limit)
+    grain, partial = _partial(sums.size)
     parallel.for_ranges(
-        numba_kernels.accumulate, x.size, grain, kernel_type(x.dtype), address(x), address(sums), partial, scale,
-        bound, first, grain,
+        numba_kernels.accumulate, sums.size, grain, kernel_type(x.dtype), address(x), address(sums), partial, parts,
+        step, scale, bound, first, grain,
     )  # fmt: skip
+    _raise(peaks, index, partial)
+
+
+def keep(gradient: Tensor, y: Tensor, peaks: Tensor, index: int) -> None:
+    """Copy a gradient, contiguous like y, and raise the peak at an index."""
+    if gradient.numel() == 0:
+        return
+    if not gradient.is_cpu:
+        from isograd.torch.distributed import triton_launch
+
+        triton_launch.keep(gradient, y, peaks, index)
+        return
+    from isograd.torch.distributed import numba_kernels
+
+    y.copy_(gradient)
+    x = arrays.numpy_view(gradient)
+    grain, partial = _partial(x.size)
+    parallel.for_ranges(numba_kernels.peak_of, x.size, grain, kernel_type(x.dtype), address(x), partial, grain)
+    _raise(peaks, index, partial)
+
+
+def _partial(n: int) -> tuple[int, NDArray[np.int64]]:
+    """The elements of a range, and a peak for each."""
+    grain = parallel.grain(n, 1)
+    return grain, np.zeros(-(-n // grain), np.int64)
+
+
+def _raise(peaks: Tensor, index: int, partial: NDArray[np.int64]) -> None:
+    found = arrays.numpy_view(peaks)
     found[index] = max(found[index], partial.max())
 
 
@@ -64,3 +96,15 @@ def mean(total: Tensor, header: Tensor, y: Tensor, quantum: int) -> None:
         numba_kernels.mean, out.size, parallel.grain(out.size, 1), kernel_type(out.dtype), address(sums), address(out),
         divisor, scale,
     )  # fmt: skip
+
+
+def mean_of_parts(gradients: Tensor, header: Tensor, y: Tensor, quantum: int, limit: int) -> None:
+    """Write the mean over the header's number of units, of gradients [parts, n] whose rows are contiguous."""
+    if not y.is_cpu:
+        from isograd.torch.distributed import triton_launch
+
+        triton_launch.mean_of_parts(gradients, header, y, quantum, limit)
+        return
+    total = torch.empty(y.numel(), dtype=torch.int64)
+    accumulate(gradients, total, torch.zeros(1, dtype=torch.int64), 0, quantum, limit, True)
+    mean(total, header, y, quantum)

@@ -31,9 +31,33 @@ def _units(x, scale, limit):
 
 
 @kernel
-def accumulate(like, g_address, total_address, peaks, scale, limit, first, grain, start, stop):
-    """Add a gradient to a total, or begin the total with it; the peak of a range goes where its grain has a place."""
+def accumulate(like, g_address, total_address, peaks, parts, step, scale, limit, first, grain, start, stop):
+    """Add the parts of a gradient to a total, or begin the total with them.
+
+    The peak of a range goes where its grain has a place.
+    """
     g, total = pointer(g_address, like), pointer(total_address, np.int64(0))
+    zero = work_zero(like)
+    block = stack_block(zero)
+    peak = magnitude_key(zero)
+    for j in range(start, stop, BLOCK):
+        count = min(stop - j, BLOCK)
+        for part in range(parts):
+            load_block(g, part * step + j, 1, count, block)
+            peak = block_magnitude(block, count, peak)
+            if first and part == 0:
+                for i in range(count):
+                    store(total, j + i, _units(load(block, i), scale, limit))
+            else:
+                for i in range(count):
+                    store(total, j + i, load(total, j + i) + _units(load(block, i), scale, limit))
+    peaks[start // grain] = peak
+
+
+@kernel
+def peak_of(like, g_address, peaks, grain, start, stop):
+    """The peak of a range."""
+    g = pointer(g_address, like)
     zero = work_zero(like)
     block = stack_block(zero)
     peak = magnitude_key(zero)
@@ -41,12 +65,6 @@ def accumulate(like, g_address, total_address, peaks, scale, limit, first, grain
         count = min(stop - j, BLOCK)
         load_block(g, j, 1, count, block)
         peak = block_magnitude(block, count, peak)
-        if first:
-            for i in range(count):
-                store(total, j + i, _units(load(block, i), scale, limit))
-        else:
-            for i in range(count):
-                store(total, j + i, load(total, j + i) + _units(load(block, i), scale, limit))
     peaks[start // grain] = peak
 
 

@@ -9,11 +9,11 @@ class GradientReport:
     """What `GradientSum.finish` returns. Reading it waits for the device; not reading it waits for nothing.
 
     units: the backward passes of all ranks. fits: whether every gradient is a number; if not, all are NaN on all
-    ranks. exceeded: the parameters whose gradients were NaN, infinite, or too large for their range (where FSDP2
-    reduces several parameters at once, all of them). problem: why the ranks could not be added up, or None.
+    ranks. exceeded: the parameters whose gradients were NaN, infinite, or too large for their range. problem: why the
+    ranks could not be added up, or None.
     """
 
-    def __init__(self, header: Tensor, exceeded: Tensor, names: Sequence[tuple[str, ...]]) -> None:
+    def __init__(self, header: Tensor, exceeded: Tensor, names: Sequence[str]) -> None:
         self._header, self._exceeded, self._names = header, exceeded, names
 
     def _word(self, index: int) -> int:
@@ -38,7 +38,7 @@ class GradientReport:
     def exceeded(self) -> tuple[str, ...]:
         """The parameters whose gradients did not fit."""
         found = self._exceeded.tolist()
-        return tuple([name for names, out in zip(self._names, found, strict=True) if out for name in names])
+        return tuple([name for name, out in zip(self._names, found, strict=True) if out])
 
     def __str__(self) -> str:
         if self.fits:

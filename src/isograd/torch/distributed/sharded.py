@@ -1,7 +1,7 @@
-"""What FSDP2 (`fully_shard`) needs: its reduce-scatter of float gradients becomes one of integers."""
+"""What FSDP2 (`fully_shard`) needs: its reduce-scatter of float gradients becomes an exchange of them."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-Reduced = Callable[[Tensor], None]
+from isograd.torch.distributed.buckets import in_bytes
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
@@ -20,54 +20,46 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
     return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
 
 
-def groups_of(modules: Sequence[Any]) -> Iterator[tuple[Any, list[nn.Parameter]]]:
-    """Modules that reduce their parameters together, the first of each group, and those parameters."""
-    owners: dict[int, Any] = {}
-    parameters: dict[int, list[nn.Parameter]] = {}
+def reducing(modules: Sequence[Any]) -> list[Any]:
+    """Of the modules that reduce their parameters together the first, where any of these is trained."""
     own = {id(module) for module in modules}
 
-    def collect(module: nn.Module, state: int) -> None:
-        parameters[state] += module.parameters(recurse=False)
-        for child in module.children():
-            if id(child) not in own:
-                collect(child, state)
+    def trained(module: nn.Module) -> bool:
+        return any(p.requires_grad for p in module.parameters(recurse=False)) or any(
+            trained(child) for child in module.children() if id(child) not in own
+        )
 
+    found: dict[int, Any] = {}
     for module in modules:
-        state = id(module._get_fsdp_state())
-        owners.setdefault(state, module)
-        parameters.setdefault(state, [])
-        collect(module, state)
-    for state, module in owners.items():
-        yield module, parameters[state]
+        if trained(module):
+            found.setdefault(id(module._get_fsdp_state()), module)
+    return list(found.values())
 
 
-class IntegerReduceScatter:
-    """FSDP2's reduce-scatter for a group of parameters: rounds the gradients of a unit and adds integers.
+class Exchange:
+    """FSDP2's reduce-scatter for a group of parameters: a rank gets every rank's gradients of its part, [ranks, n].
 
-    The sums go to `reduced`. FSDP2's own output stays as it was allocated: the hook of each parameter, which FSDP2
+    They go to `exchanged`. FSDP2's own output stays as it was allocated: the hook of each parameter, which FSDP2
     calls next, drops what it makes of that.
     """
 
-    def __init__(self, quantize: Callable[[Tensor], Tensor], reduced: Reduced) -> None:
-        self._quantize, self._reduced = quantize, reduced
+    def __init__(self, exchanged: Callable[[Tensor], None]) -> None:
+        self._exchanged = exchanged
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for gradients."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        """Add the integers over the group; each rank keeps its part."""
-        units = self._quantize(input_tensor)
-        part = torch.empty(output_tensor.shape, dtype=torch.int64, device=units.device)
-        # The name until torch 2.12, of which later versions warn.
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        scatter(part, units, op=dist.ReduceOp.SUM, group=group)
-        self._reduced(part)
+        """Send every rank its part."""
+        gradients = torch.empty_like(input_tensor)
+        dist.all_to_all_single(in_bytes(gradients), in_bytes(input_tensor), group=group)
+        self._exchanged(gradients.view(-1, output_tensor.numel()))
 
 
-def reduce_by(module: Any, quantize: Callable[[Tensor], Tensor], reduced: Reduced) -> None:
-    """Let a module that shares its gradients with other ranks reduce integers, and divide by nothing."""
-    module.set_custom_reduce_scatter(IntegerReduceScatter(quantize, reduced))
+def exchange_by(module: Any, exchanged: Callable[[Tensor], None]) -> None:
+    """Let a module that shares its gradients with other ranks exchange them, and divide by nothing."""
+    module.set_custom_reduce_scatter(Exchange(exchanged))
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     if hasattr(module, "set_reduce_scatter_unused_params"):

@@ -1,5 +1,7 @@
 """How the kernels for GPUs are launched: contiguous memory in blocks."""
 
+from typing import Any
+
 from torch import Tensor
 
 from isograd.devices.triton_launcher import Specification, architecture, launch
@@ -8,23 +10,36 @@ from isograd.torch.distributed import triton_kernels
 _BLOCK, _WARPS = 2048, 8  # elements and warps of a program
 
 
-def _accumulation(n: int, quantum: int, limit: int, first: bool, native: bool) -> Specification:
-    return Specification((n, quantum, limit, first, native, _BLOCK), -(-n // _BLOCK), _WARPS, free=("n",))
-
-
-def _division(n: int, quantum: int, native: bool) -> Specification:
-    return Specification((n, quantum, native, _BLOCK), -(-n // _BLOCK), _WARPS, free=("n",))
+def _over(n: int, *tail: Any) -> Specification:
+    """A kernel that ends with n, other numbers and constants, and a block."""
+    return Specification((n, *tail, _BLOCK), -(-n // _BLOCK), _WARPS, free=("n",))
 
 
 def accumulate(
     gradient: Tensor, total: Tensor, peaks: Tensor, index: int, quantum: int, limit: int, first: bool
 ) -> None:
     """As in `kernels.py`, on the current stream; without waiting."""
-    key = (gradient.numel(), quantum, limit, first, architecture(gradient) >= 90)
-    launch(triton_kernels.accumulate, (gradient, total, peaks), _accumulation, *key, numbers=(index,))
+    key = (total.numel(), *_parts(gradient), quantum, limit, first, architecture(gradient) >= 90)
+    launch(triton_kernels.accumulate, (gradient, total, peaks), _over, *key, numbers=(index,))
+
+
+def keep(gradient: Tensor, y: Tensor, peaks: Tensor, index: int) -> None:
+    """As in `kernels.py`, on the current stream; without waiting."""
+    key = (gradient.numel(), architecture(gradient) >= 90)
+    launch(triton_kernels.keep, (gradient, y, peaks), _over, *key, numbers=(index,))
 
 
 def mean(total: Tensor, header: Tensor, y: Tensor, quantum: int) -> None:
     """As in `kernels.py`, on the current stream; without waiting."""
-    key = (y.numel(), quantum, architecture(y) >= 90)
-    launch(triton_kernels.mean, (total, header, y), _division, *key)
+    launch(triton_kernels.mean, (total, header, y), _over, y.numel(), quantum, architecture(y) >= 90)
+
+
+def mean_of_parts(gradients: Tensor, header: Tensor, y: Tensor, quantum: int, limit: int) -> None:
+    """As in `kernels.py`, on the current stream; without waiting."""
+    key = (y.numel(), *_parts(gradients), quantum, limit, architecture(y) >= 90)
+    launch(triton_kernels.mean_of_parts, (gradients, header, y), _over, *key)
+
+
+def _parts(gradients: Tensor) -> tuple[int, int]:
+    """How many, and the elements from one to the next."""
+    return (1, 0) if gradients.dim() == 1 else (gradients.shape[0], gradients.stride(0))
