@@ -404,10 +404,13 @@ def test_compiled_code_is_in_every_report():
     assert "1 x torch.softmax (compiled)  replaced; compiled, 1 graph\n" in str(reports[0])
     assert "1 x isograd::softmax  run by compiled code\n" in str(reports[1])
     assert str(reports[1]).endswith("1 x isograd::softmax  called by its own name")
-    for _ in range(2):
+    # torch before 2.14 calls the forward of a module of its own as it is, whatever module.compile() asked for.
+    compiles = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
+    names = ("torch.nn.functional.softmax (compiled)", "isograd::softmax (compiled)")
+    for name in names if compiles else ("torch.nn.functional.softmax",) * 2:
         with igt.use() as switch:
             module(x)
-        assert switch.report().replaced == {"torch.nn.functional.softmax": 1}
+        assert switch.report().replaced == {name: 1}
 
 
 def test_what_is_traced_is_counted_by_graphs():
