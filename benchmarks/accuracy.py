@@ -8,6 +8,7 @@ of the subnormals.
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import isograd
+from isograd.cli import measure
 from isograd.cli.files import checked_file
 from isograd.numerics import random
 from isograd.numerics.bounds import ulp
@@ -83,7 +85,9 @@ def main() -> None:
             row = "  ".join(f"{who} {error:12.4g}" for who, error in errors.items())
             print(f"{operation:12} {name:28} {row}")
     if output:
-        output.write_text(json.dumps({"unit": "ulp, float32, largest error", "results": results}, indent=1) + "\n")
+        torch = sys.modules.get("torch")
+        document = {"unit": "ulp, float32, largest error", "machine": measure.machine(torch), "results": results}
+        output.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from device_times import Call, graphed, measure
 
+from isograd.cli.bench_cuda import environment
 from isograd.cli.files import checked_file
 from isograd.gather import reference
 from isograd.gather import triton_launch as gather
@@ -277,7 +278,7 @@ def main() -> None:
     for call, microseconds in host.items():
         print(f"  {call:44s} {microseconds:8.1f}")
     if options.json is not None:
-        document = {"device": name, "torch": torch.__version__, "cases": cases, "wrong": wrong}
+        document = {"environment": environment(), "cases": cases, "wrong": wrong}
         document |= {"ms": results, "host_us": host}
         options.json.write_text(json.dumps(document, indent=1))
     sys.exit(wrong > 0)

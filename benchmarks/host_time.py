@@ -13,7 +13,6 @@ the time of one operation's forward and backward goes.
 import argparse
 import cProfile
 import json
-import platform
 import pstats
 import statistics
 import time
@@ -27,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 import isograd.torch as igt
+from isograd.cli import measure
 
 SIZES = (
     *(1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 31, 32, 33, 48),
@@ -181,8 +181,9 @@ def main() -> None:
         pstats.Stats(profile).sort_stats("tottime").print_stats(35)
         return
     rounds = 3 if given.quick else ROUNDS
-    card = torch.cuda.get_device_name() if given.device == "cuda" else platform.processor()
-    results: dict[str, Any] = {"device": card, "torch": torch.__version__, "python": platform.python_version()}
+    about = measure.machine(torch)
+    if given.device == "cuda":
+        about["device"] = torch.cuda.get_device_name()
     rows: dict[str, Any] = {}
     table = Table("operation", "forward", "torch", "ratio", "with backward", "torch", "ratio", "kernels", "seconds")
     for name, contest in contests(given.device).items():
@@ -198,7 +199,7 @@ def main() -> None:
         print(name, row, flush=True)
     Console().print(table)
     if given.json:
-        given.json.write_text(json.dumps({**results, "microseconds": rows}, indent=1) + "\n")
+        given.json.write_text(json.dumps({"machine": about, "microseconds": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

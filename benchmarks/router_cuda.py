@@ -21,6 +21,7 @@ import torch
 from device_times import Call, graphed, measure
 
 from isograd.cli import suites
+from isograd.cli.bench_cuda import environment
 from isograd.cli.files import checked_file
 from isograd.core import kernel
 from isograd.ops.router import operation as declared
@@ -232,7 +233,7 @@ def main() -> None:
             for call, milliseconds in results[title].items():
                 print(f"  {call:44s} {milliseconds:8.4f} ms", flush=True)
     if options.json is not None:
-        document = {"device": name, "torch": torch.__version__, "cases": cases, "wrong": wrong, "ms": results}
+        document = {"environment": environment(), "cases": cases, "wrong": wrong, "ms": results}
         options.json.write_text(json.dumps(document, indent=1))
     sys.exit(wrong > 0)
 

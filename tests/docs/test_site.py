@@ -77,38 +77,6 @@ def test_an_operations_table_says_what_its_declaration_does(site):
     assert "|log p|".replace("|", "&#124;") in text
 
 
-def test_figures_come_from_the_files(site):
-    figures = site("figures")
-    assert figures._number(0.12345) == "0.123"
-    assert figures._number(12345.6) == "12,346"
-    assert figures.table([("a", {"x": 1.0, "y": 2.0}), ("b", {"y": 3.0}), ("c", {"z": 4.0})]).count("|---|") == 2
-    for path in sorted((ROOT / "benchmarks/results").glob("*.json")):
-        results = figures.read(path)
-        if any(path.stem.startswith(kind) for kind in figures._TITLES):
-            assert results.rows, f"{path.name} has no rows that are shown"
-            assert all(groups for _, groups in results.rows), path.name
-    with pytest.raises(ValueError, match="asks for ms of accuracy, which has none"):
-        figures.with_tables("<!-- figures: accuracy ms -->", ROOT, "page.md")
-    assert "| softmax, spread 1 |" in figures.with_tables("<!-- figures: accuracy ulp -->", ROOT, "page.md")
-
-
-def test_the_table_of_the_readme_has_the_figures_of_the_files(monkeypatch):
-    """Where it fails: `python tools/update_readme.py`."""
-    spec = importlib.util.spec_from_file_location("update_readme", ROOT / "tools/update_readme.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    text = (ROOT / "README.md").read_text()
-    without_dates = module.RECORDED.sub("", module.updated(text))
-    assert without_dates == module.RECORDED.sub("", text)
-    changed = text.replace("| 5.91 |", "| 5.92 |")
-    assert changed != text
-    assert module.RECORDED.sub("", module.updated(changed)) == without_dates
-    with pytest.raises(ValueError, match="no place for figures"):
-        module.updated("# isograd")
-    monkeypatch.setenv("PATH", "")  # without git nobody knows when
-    assert module.RECORDED.sub("", module.updated(text)) == without_dates
-
-
 def test_links_of_the_readme_lead_somewhere():
     for text in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md"):
         source = ROOT / text

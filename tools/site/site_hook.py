@@ -8,6 +8,7 @@ from typing import Any
 import site_figures
 import site_links
 import site_reference
+import site_tables
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
@@ -53,8 +54,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     source = page.file.src_uri
     borrowed = {made: path for path, made in BORROWED.items()}
     place = borrowed.get(source, f"docs/{source}")
-    markdown = site_figures.with_tables(markdown, ROOT, source)
-    return site_links.resolved(markdown, source, place, ROOT, BORROWED)
+    pages = dict(BORROWED)
+    if ROOT / place in site_tables.texts(ROOT):  # what its figures come from has pages here
+        site_tables.require_current(ROOT / place, ROOT)
+        results = (ROOT / "benchmarks/results").glob("*.json")
+        pages |= {f"benchmarks/results/{path.name}": f"figures/{path.stem}.md" for path in results}
+    return site_links.resolved(markdown, source, place, ROOT, pages)
 
 
 def on_post_build(config: Any) -> None:

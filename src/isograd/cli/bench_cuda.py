@@ -5,6 +5,7 @@ device-to-device copy. Bandwidth counts every operand once. This module imports 
 are known to be there.
 """
 
+import datetime
 import functools
 import importlib.metadata
 import json
@@ -240,6 +241,7 @@ def environment() -> dict[str, Any]:
         driver = None
     packages = ("torch", "triton", "numpy", "quack-kernels", "liger-kernel")
     return {
+        "recorded": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(),
         "driver": driver,
         "cuda": torch.version.cuda,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import platform
 import re
@@ -242,6 +243,7 @@ def machine(torch: Any) -> dict[str, Any]:
     import numba
 
     return {
+        "recorded": datetime.date.today().isoformat(),
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "threads": isograd.get_num_threads(),

@@ -1,20 +1,14 @@
-"""Write the table of figures in README.md from `benchmarks/results`; with `--check` say whether it has theirs."""
+"""The README's table of figures: one line a family, beside torch and the best of others."""
 
 from __future__ import annotations
 
 import json
-import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks/results"
-PLACE = re.compile(r"(?s)(<!-- figures of tools/update_readme.py -->\n).*?(<!-- end of figures -->)")
-RECORDED = re.compile(r"; recorded from \S+ to \S+(?=\.\n)")  # which only git knows
+import site_results
+from site_figures import number
 
 
 class Line(NamedTuple):
@@ -115,64 +109,33 @@ def _rows(content: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _day(file: str) -> str:
-    """When a file was recorded: the day of its last commit, or nothing."""
-    if shutil.which("git") is None:
-        return ""
-    command = ["git", "log", "-1", "--format=%as", "--", f"benchmarks/results/{file}.json"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def figures() -> str:
-    """The table, and where it comes from."""
-    number = _number()
-    rows, machines, days = [], set(), set()
+def table(results: Path) -> str:
+    """The table, and where and when its figures were recorded."""
+    rows, devices, versions, days = [], set(), set(), set()
     for line in LINES:
-        content = json.loads((RESULTS / f"{line.file}.json").read_text(encoding="utf-8"))
-        found = next(row for row in _rows(content) if line.chosen(row))[line.unit]
-        about = content.get("environment") or content["machine"]
-        machines.add(f"{about['device']}, torch {about.get('versions', about)['torch']}")
-        days.add(_day(line.file))
+        content = json.loads((results / f"{line.file}.json").read_text(encoding="utf-8"))
+        found = _figures(line, content)
+        about = site_results.about(content)
+        devices.add(about["device"])
+        versions.add(about.get("versions", about)["torch"])
+        days.add(site_results.recorded(content, line.file))
         best = max if line.unit in _MORE_IS_BETTER else min
         other = best((name for name in line.others if name in found), key=lambda name: found[name], default=None)
         cells = [number(found.get(name)) for name in (line.isograd, line.torch, line.deterministic)]
         cells.append(f"{number(found[other])} {other.removeprefix('torch ')}" if other else "")
         rows.append(f"| {line.text.format(copy=number(found.get('copy')))} | {' | '.join(cells)} |")
-    days.discard("")
-    (machine,) = machines
     head = "| | isograd | torch | its deterministic mode | best of others |\n|---|---:|---:|---:|---:|\n"
-    recorded = f"; recorded from {min(days)} to {max(days)}" if days else ""
-    return head + "\n".join(rows) + f"\n\nMeasured on one {machine}{recorded}.\n"
+    when = f"from {min(days)} to {max(days)}" if len(days) > 1 else f"on {min(days)}"
+    where = f"one {' and one '.join(sorted(devices))}, torch {' and '.join(sorted(versions))}"
+    return f"{head}{chr(10).join(rows)}\n\nMeasured on {where}; recorded {when}."
 
 
-def _number() -> Callable[[float | None], str]:
-    sys.path.insert(0, str(ROOT / "tools/site"))
-    try:
-        import site_figures
-    finally:
-        sys.path.pop(0)
-    number: Callable[[float | None], str] = site_figures._number
-    return number
-
-
-def updated(text: str) -> str:
-    """README's text with the table as the files have it."""
-    if not PLACE.search(text):
-        raise ValueError(f"README.md has no place for figures: {PLACE.pattern}")
-    return PLACE.sub(lambda found: found[1] + figures() + found[2], text)
-
-
-def main() -> None:
-    """The script."""
-    path = ROOT / "README.md"
-    text = path.read_text(encoding="utf-8")
-    new = updated(text)
-    if "--check" in sys.argv[1:]:
-        if RECORDED.sub("", new) != RECORDED.sub("", text):
-            sys.exit("README.md has other figures than benchmarks/results; run python tools/update_readme.py")
-    else:
-        path.write_text(new, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+def _figures(line: Line, content: dict[str, Any]) -> dict[str, float]:
+    """What a file has for a line; ValueError where it has nothing, or nothing of isograd."""
+    row = next((row for row in _rows(content) if line.chosen(row)), None)
+    if row is None:
+        raise ValueError(f"{line.file}.json has no row for the README's line {line.text!r}")
+    found: dict[str, float] = row[line.unit]
+    if line.isograd not in found:
+        raise ValueError(f"{line.file}.json has no {line.isograd!r} for {line.text!r}, but {', '.join(found)}")
+    return found
