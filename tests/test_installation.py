@@ -115,6 +115,16 @@ def test_the_oldest_versions_are_the_bounds():
     }
 
 
+def test_what_is_installed_beside_the_oldest_and_newest_versions_has_no_pin():
+    spec = importlib.util.spec_from_file_location("try_versions", Path(__file__).parents[1] / "tools/try_versions.py")
+    try_versions = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(try_versions)
+    for choice in ("oldest", "newest"):
+        wanted = try_versions.requirements(choice)
+        assert not [line for line in wanted if "==" in line.split(";")[0] or "[isograd" in line]
+        assert {re.match(r"[\w-]+", line)[0] for line in wanted} >= set(try_versions.names())
+
+
 # --- other machines' instructions -----------------------------------------------------------------------------------
 @pytest.mark.thorough
 def test_a_cpu_without_wide_vectors_returns_the_same_bits(run_python):

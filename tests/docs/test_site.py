@@ -77,6 +77,14 @@ def test_an_operations_table_says_what_its_declaration_does(site):
     assert "|log p|".replace("|", "&#124;") in text
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/reproducible_training.md"])
+def test_the_digest_of_the_language_model_is_the_published_one(page):
+    from isograd.cli import check
+
+    published = check.published()["language_model"]["weights"]["4"]
+    assert re.findall(r"`([0-9a-f]{8})…([0-9a-f]{8})`", (ROOT / page).read_text()) == [(published[:8], published[-8:])]
+
+
 def test_links_of_the_readme_lead_somewhere():
     for text in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md"):
         source = ROOT / text
