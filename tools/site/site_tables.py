@@ -3,6 +3,7 @@
     <!-- figures: NAME UNIT WORDS -->       the rows of NAME.json that have the unit, and every word in their names
     <!-- figures: NAME copy -->             isograd's bandwidth as a share of a copy's, by problem
     <!-- figures: NAME others -->           the same beside the fastest of the others
+    <!-- figures: NAME picture -->          NAME.png, which the script drew
     <!-- figures: overview -->              the README's
     <!-- end of figures -->
 
@@ -34,6 +35,7 @@ _TYPED = re.compile(
 
 # What is not "in" a unit.
 _UNITS = {
+    "picture": "Drawn by the script",
     "copy": "As a share of a copy's",
     "others": "Times as fast as the fastest other",
     "times_as_fast_as": "Times as fast as each",
@@ -89,7 +91,10 @@ def _block(words: list[str], path: Path, root: Path) -> str:
     if not file.exists():
         raise StaleFiguresError(f"{where} asks for figures of {name}; there is no benchmarks/results/{name}.json")
     found = site_results.read(file)
-    if kind in _SHARES:
+    if kind == "picture":
+        picture = file.with_suffix(".png")
+        made = f"![{found.title}]({os.path.relpath(picture, path.parent)})" if picture.exists() else ""
+    elif kind in _SHARES:
         made = _shares(json.loads(file.read_text(encoding="utf-8")), _SHARES[kind])
     else:
         rows = [(row, groups[kind]) for row, groups in found.rows if kind in groups and all(w in row for w in chosen)]
