@@ -27,6 +27,7 @@ _TITLES = {
     "gradient-sum-cuda": "A training step with GradientSum",
     "gradient-sum-kernels-cuda": "GradientSum's kernels",
     "host-cuda": "Time on the host",
+    "linear-cross-entropy-cuda": "Linear cross entropy",
     "llama-step-cuda": "A step of a Llama",
     "lm-curve": "A language model with order-free products",
     "losses-cuda": "Cross entropy",
@@ -139,7 +140,7 @@ def _rows(content: Mapping[str, Any]) -> Iterator[Row]:
             named = {key: value for key, value in row.items() if key not in groups and not _is_figure(key, value)}
             yield _problem(named), groups
     elif isinstance(content.get("sizes"), dict):
-        for problem, said in content["sizes"].items():
+        for problem, said in (content["sizes"] | content.get("experts", {})).items():
             yield problem, {key: _numbers(said[key]) for key in UNITS if isinstance(said.get(key), dict)}
     elif isinstance(content.get("ms"), dict):
         for problem, figures in content["ms"].items():
