@@ -16,6 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
+import triton
 
 from isograd.flash_attention import gluon_steps
 from isograd.numerics.reference import narrow
@@ -56,19 +57,28 @@ class Pointer:
 
 
 class Described:
-    """A tensor descriptor: an array, and what lies beyond its ends reads as 0 and is not written."""
+    """A tensor descriptor: memory from its base on, and what lies beyond its ends reads as 0 and is not written."""
 
     layout = None
 
-    def __init__(self, array: np.ndarray) -> None:
-        self.array, self.dtype = array, array.dtype
+    def __init__(self, memory: np.ndarray, block: Any) -> None:
+        self.memory, self.dtype, self.block = memory, memory.dtype, block
+        self.block_type = types.SimpleNamespace(shape=list(block.tile))
 
     def parts(self, coordinates: Any, shape: Any) -> tuple[Any, Any]:
-        """Slices of the array and of a block at coordinates, where both are."""
-        inside = [max(min(n - i, m), 0) for i, n, m in zip(coordinates, self.array.shape, shape, strict=True)]
-        assert all(i >= 0 for i in coordinates)
-        ours = tuple(slice(i, i + m) for i, m in zip(coordinates, inside, strict=True))
-        return ours, tuple(slice(0, m) for m in inside)
+        """A view of the memory, and the slices of a block at coordinates, where both are; addresses have 64 bits."""
+        coordinates = [int(i) for i in coordinates]
+        assert all(0 <= i < 1 << 31 for i in coordinates)
+        inside = [max(min(n - i, m), 0) for i, n, m in zip(coordinates, self.block.shape, shape, strict=True)]
+        theirs = tuple(slice(0, m) for m in inside)
+        if 0 in inside:
+            return np.zeros(inside, self.dtype), theirs
+        size = self.memory.itemsize
+        first = sum(i * s for i, s in zip(coordinates, self.block.strides, strict=True)) * size % (1 << 64) // size
+        last = first + sum((m - 1) * s for m, s in zip(inside, self.block.strides, strict=True))
+        assert 0 <= first <= last < self.memory.size
+        strides = [s * size for s in self.block.strides]
+        return np.lib.stride_tricks.as_strided(self.memory[first:], inside, strides), theirs
 
 
 class Memory:
@@ -228,7 +238,7 @@ class Launch:
                 descriptor, coordinates, barrier, memory = waiting.pop(self.random.randrange(len(waiting)))
                 ours, theirs = descriptor.parts(coordinates, memory.shape)
                 memory.array[...] = 0
-                memory.array[theirs] = descriptor.array[ours]
+                memory.array[theirs] = ours
                 barrier.change(0, -memory.array.nbytes)
 
     def thread(self, program: Program, function: Any, arguments: Any) -> threading.Thread:
@@ -286,7 +296,7 @@ def _load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Any:
     assert np.all((offsets[inside] >= 0) & (offsets[inside] < pointer.array.size))
     result = np.full(offsets.shape, other, pointer.array.dtype)
     result[inside] = pointer.array[offsets[inside]]
-    return _tensor(result)
+    return _Index(result) if result.ndim == 0 and result.dtype.kind == "i" else _tensor(result)
 
 
 def _store(pointer: Pointer, value: Any, mask: Any = True) -> None:
@@ -352,6 +362,7 @@ gl = types.SimpleNamespace(
     full=lambda shape, value, dtype, layout=None: _tensor(np.full(shape, value, dtype)),
     zeros_like=lambda x: _tensor(np.zeros_like(x)),
     arange=lambda begin, end, layout: _tensor(np.arange(begin, end, dtype=np.int32)),
+    abs=_number(np.abs, abs),
     exp2=_number(np.exp2, None),
     log2=_number(np.log2, None),
     fma=_fma,
@@ -417,18 +428,18 @@ def _bring(descriptor: Described, coordinates: Any, barrier: Barrier, memory: Me
 def _later(write: Any) -> Any:
     def start(descriptor: Described, coordinates: Any, memory: Memory) -> None:
         ours, theirs = descriptor.parts(list(coordinates), memory.shape)
-        _here.stores.append(lambda: write(descriptor.array, ours, memory.array[theirs]))
+        _here.stores.append(lambda: write(ours, memory.array[theirs]))
 
     return start
 
 
-def _put(array: np.ndarray, where: Any, values: np.ndarray) -> None:
-    array[where] = values
+def _put(array: np.ndarray, values: np.ndarray) -> None:
+    array[...] = values
 
 
-def _accumulate(array: np.ndarray, where: Any, values: np.ndarray) -> None:
+def _accumulate(array: np.ndarray, values: np.ndarray) -> None:
     with Barrier.changed:
-        array[where] += values
+        array += values
 
 
 def _store_wait(pendings: int) -> None:
@@ -467,6 +478,7 @@ _ops = types.SimpleNamespace(
 def _rebuilt(module: Any, names: dict[str, Any]) -> types.SimpleNamespace:
     """The functions of a module of kernels as plain functions over other globals."""
     space = {**vars(module), **names}
+    space |= {name: value.value for name, value in space.items() if isinstance(value, triton.language.constexpr)}
     for name, value in list(space.items()):
         function = getattr(value, "fn", None)
         if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:
@@ -495,10 +507,16 @@ def emulated(module: Any) -> types.SimpleNamespace:
 
 
 def array(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor's memory."""
+    """A tensor's elements."""
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(BFLOAT16)
     return tensor.numpy()
+
+
+def _memory(tensor: torch.Tensor) -> np.ndarray:
+    """All that lies behind a tensor's base."""
+    extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return array(tensor.as_strided((extent,), (1,)))
 
 
 def call(launcher: Any, *tensors: torch.Tensor, seed: int = 0) -> None:
@@ -506,7 +524,8 @@ def call(launcher: Any, *tensors: torch.Tensor, seed: int = 0) -> None:
     tail, programs = launcher._specification[:2]
     kernels = vars(emulated(sys.modules[launcher._kernel.fn.__module__]))
     blocks = len(launcher._blocks)
-    described = [Described(array(t)) for t in tensors[:blocks]]
-    pointers = [Pointer(array(t)) for t in tensors[blocks:]]
+    described = [Described(_memory(t), b) for t, b in zip(tensors[:blocks], launcher._blocks, strict=True)]
+    # a tensor that stands for one that is not there may have any strides
+    pointers = [Pointer(array(t)) if t.is_contiguous() else None for t in tensors[blocks:]]
     numbers = [_Index(x) if isinstance(x, int) else np.float32(x) if isinstance(x, float) else x for x in tail]
     Launch(programs, seed).run(kernels[launcher._kernel.__name__], [*described, *pointers, *numbers])

@@ -252,6 +252,10 @@ def _backward(
             part,
         )
         result.dq[:, :, i], result.dk[:, :, j], result.dv[:, :, j] = of[:3]
+        if tile_keys is not None and j.stop > j.start:
+            given = wide[0][:, :, i], k[:, :, j], v[:, :, j]
+            part_dlse = None if dlse is None else dlse[:, :, i]
+            result.dq[:, :, i] += _fixed_point(*given, s.options.scale or 0.0, part_dlse, tile_keys)
         if of_dsinks is not None:
             of_dsinks += of.dsinks
     return _present(result._replace(dsinks=of_dsinks))

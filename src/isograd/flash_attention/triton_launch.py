@@ -26,7 +26,7 @@ from isograd.flash_attention.triton_problem import (
 from isograd.flash_attention.triton_rows_launch import delta, fill_rows
 from isograd.reduction import cuda as reduction
 
-__all__ = ["backward", "delta", "forward"]
+__all__ = ["backward", "check_starts", "delta", "fill_dsinks", "forward"]
 
 
 @kept
@@ -34,7 +34,7 @@ def _starts(sequences: int, tokens: int, code: int) -> Launcher:
     return Launcher(triton_gradients.check_starts, Specification((sequences, tokens, code, 1024), 1))
 
 
-def _check(p: Problem, operation: str, x: Extras) -> None:
+def check_starts(p: Problem, operation: str, x: Extras) -> None:
     """Note starts of sequences that are not in order."""
     if p.sequences is not None:
         for name, starts, tokens in (("cu_seqlens_q", x.q_starts, p.lq), ("cu_seqlens_k", x.k_starts, p.lk)):
@@ -66,7 +66,7 @@ def forward(d: AttentionDescriptor, a: Arguments, config: tiles.Tile | None = No
     tile = config or tiles.forward(p.head_dim, p.v_dim, p.dtype.itemsize, p.architecture)
     strides = (*(row_strides(t) for t in (q, k, v, o)), x.bias_strides, x.mask_strides)
     launcher = _forward(p, strides, (x.bias.dtype, sinks.dtype), tile)
-    _check(p, d.operation, x)
+    check_starts(p, d.operation, x)
     launcher(q, k, v, o, lse, *x[:6], sinks, numbers=seed_words(d.options))
     outputs.done()
     if lse is not a["lse"]:
@@ -121,13 +121,21 @@ def _sink_terms(p: Problem, dtype: torch.dtype) -> Launcher:
     return Launcher(triton_gradients.sink_terms, Specification(tail, -(-count // 1024)))
 
 
+def fill_dsinks(p: Problem, a: Arguments, rows: torch.Tensor) -> None:
+    """Fill dsinks from the rows of `triton_rows.attention_rows`."""
+    terms = torch.empty(rows.shape[1:], dtype=torch.float32, device=rows.device)
+    if terms.numel():
+        _sink_terms(p, a["sinks"].dtype)(rows, a["sinks"].contiguous(), terms)
+    a["dsinks"].copy_(reduction.sum(terms, axis=(0, 2)))
+
+
 def backward(d: Any, a: Arguments, config: tiles.BackwardTiles | None = None) -> None:
     """Fill dq, dk and dv, and dbias and dsinks where they are wanted; `config` overrides the rule."""
     p, outputs, x = problem_of(d, a["q"]), Outputs(a), extras(a)
     do, q, k, v, o = (readable(a[name]) for name in ("do", "q", "k", "v", "o"))
     dq, dk, dv = outputs["dq"], outputs["dk"], outputs["dv"]
     over_keys, over_queries = config or tiles.backward(p.head_dim, p.v_dim, p.dtype.itemsize, p.architecture)
-    _check(p, d.operation, x)
+    check_starts(p, d.operation, x)
     rows = fill_rows(p, o, do, a["lse"], a.get("dlse"), x)
     numbers, inputs, extra = (
         seed_words(d.options),
@@ -143,10 +151,7 @@ def backward(d: Any, a: Arguments, config: tiles.BackwardTiles | None = None) ->
     if "dbias" in a:
         _fill_dbias(p, (do, q, k, v), a["dbias"], rows, x, numbers)
     if "dsinks" in a:
-        terms = torch.empty(rows.shape[1:], dtype=torch.float32, device=q.device)
-        if terms.numel():
-            _sink_terms(p, a["sinks"].dtype)(rows, a["sinks"].contiguous(), terms)
-        a["dsinks"].copy_(reduction.sum(terms, axis=(0, 2)))
+        fill_dsinks(p, a, rows)
     outputs.done()
     faults.after_launch(q.device)
 

@@ -169,7 +169,7 @@ def attention_rows(
         if DLSE:
             bound = bound + tl.abs(dlse)
         bits = ops.magnitude_key(bound * 1.0005)
-        good = (bits <= _LARGEST) & (columns <= _LARGEST) & (lse < float("inf"))
+        good = (bits <= _LARGEST) & (columns <= _LARGEST) & (lse < float("inf")) | (i >= lq)  # no row: dq is 0
         factor = ops.pow2_32(30 - exponent_above(bits, _LEAST_ROW))
         tl.store(to + 2 * count, tl.where(good, factor, float("nan")))
 
