@@ -130,9 +130,9 @@ class Preference(tuple[str, ...]):
 def prefer(*names: str) -> Preference:
     """Choose kernels of these names, the first name first, for every problem that they take; return the names before.
 
-        isograd.prefer("hopper")        # attention's kernels for compute capability 9.0
+        isograd.prefer("triton")        # attention on an H100 too by the kernels of other GPUs
         isograd.prefer()                # the usual order again
-        with isograd.prefer("hopper"):  # for a block, whatever happens in it
+        with isograd.prefer("triton"):  # for a block, whatever happens in it
 
     It holds for the process and for calls to come, whatever their API; a plan's own `preference` goes before it. Plans,
     recordings and graphs that exist keep their kernels, and a gradient is computed by what is preferred when it runs.

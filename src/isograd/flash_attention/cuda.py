@@ -52,7 +52,7 @@ class TritonAttention(TritonKernel):
 
 
 class HopperAttention(TritonAttention):
-    """The forward and the backward pass in Gluon, for compute capability 9.0: `isograd.prefer("hopper")`."""
+    """The forward and the backward pass in Gluon, for compute capability 9.0, where they are tried first."""
 
     name = "hopper"
     backend = "gluon"
@@ -79,12 +79,11 @@ class HopperAttention(TritonAttention):
         return gluon_launch
 
 
-for _operation in OPERATIONS:
-    for _dtype in dtypes_of("cuda"):
-        register_kernel(_operation, "cuda", _dtype, TritonAttention())
-
-# After Triton's, and so by preference only: packed sequences go to Triton's kernels, and a sequence would have other
-# bits among others than alone.
+# Before Triton's, which take what these do not: a choice by the descriptor alone, the same forward and backward.
 for _operation in ("attention", "attention_backward"):
     for _dtype in ("float16", "bfloat16"):
         register_kernel(_operation, "cuda", _dtype, HopperAttention())
+
+for _operation in OPERATIONS:
+    for _dtype in dtypes_of("cuda"):
+        register_kernel(_operation, "cuda", _dtype, TritonAttention())
