@@ -1,6 +1,6 @@
 """Time and memory of a training step with GradientSum beside torch's own gradients: plain, DDP and FSDP2.
 
-    python benchmarks/gradient_sum.py [--device cuda] [--out FILE] [--quick] [--kernels]
+    python benchmarks/gradient_sum.py [--device cuda] [--out FILE] [--quick] [--kernels] [--kinds KIND ...]
     torchrun --nproc-per-node 2 benchmarks/gradient_sum.py --device cuda [--out FILE]
 
 A step is `--units` backward passes of each rank over a small Llama-like model (blocks of norm, attention and a gated
@@ -13,6 +13,7 @@ the kernels of GradientSum beside a copy instead. It runs with one rank as well,
 
 import argparse
 import functools
+import gc
 import json
 import os
 import statistics
@@ -132,6 +133,7 @@ def compared(kind: str, size: dict[str, int], units: int, rounds: int, device: t
             wait(device)
             peaks["isograd" if ours else "torch"] = torch.cuda.max_memory_allocated(device) / 1e9
         del step
+        gc.collect()  # hooks and what they hold make a circle
         if device.type == "cuda":
             torch.cuda.empty_cache()
     steps = {name: step_of(kind, name == "isograd", size, units, device) for name in ("torch", "isograd")}
@@ -188,6 +190,7 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="the kernels alone, on a GPU")
     parser.add_argument("--units", type=int, nargs="+", default=[1, 4], help="backward passes a rank")
     parser.add_argument("--hidden", type=int, nargs="+", default=[2048, 4096], help="sizes on a GPU")
+    parser.add_argument("--kinds", nargs="+", choices=("plain", "ddp", "fsdp"), help="all that the ranks take")
     arguments = parser.parse_args()
     checked_file(arguments.out, "--out")
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29531")):
@@ -214,7 +217,7 @@ def main() -> None:
             print(result["dtype"], {name: round(rate) for name, rate in result["gigabytes_per_second"].items()}, "GB/s")
     else:
         for size in sizes(device, arguments.quick, arguments.hidden):
-            for kind in ("plain", "ddp", "fsdp") if ranks == 1 else ("ddp", "fsdp"):
+            for kind in arguments.kinds or (("plain", "ddp", "fsdp") if ranks == 1 else ("ddp", "fsdp")):
                 for units in arguments.units:
                     rounds = 3 if arguments.quick else 15
                     found = compared(kind, size, units, rounds, device)
