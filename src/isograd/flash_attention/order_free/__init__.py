@@ -1,0 +1,1 @@
+"""Attention whose bits no machine, order, tile or batch changes: exact integer products in canonical blocks."""
