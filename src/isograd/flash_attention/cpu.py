@@ -37,7 +37,7 @@ def _strides(x: Array) -> tuple[int, ...]:
     return tuple([stride // x.itemsize for stride in x.strides])
 
 
-def _rows(array: Array) -> Any:
+def rows_of(array: Array) -> Any:
     """The rows of an array [B, H, L, D] as kernels take them."""
     rows = _kernels()[3]
     kind = {"float16": rows.HALF, "bfloat16": rows.BFLOAT16}.get(array.dtype.name, rows.WORK)
@@ -82,8 +82,8 @@ def _together(pairs: int, p: AttentionDescriptor, problems: int) -> int:
     return max(1, min(most, _TOGETHER))
 
 
-def _problems(p: AttentionDescriptor, a: Arguments) -> _Problems:
-    scores = _kernels()[2]
+def sequence_table(p: AttentionDescriptor, a: Arguments) -> NDArray[np.int64]:
+    """Of each sequence: batch, first row and length of q, then of k, and the key that query 0 is level with."""
     if p.sequences is None:
         zeros = np.zeros(p.batch, np.int64)
         batch, q_start, k_start = np.arange(p.batch), zeros, zeros
@@ -94,15 +94,22 @@ def _problems(p: AttentionDescriptor, a: Arguments) -> _Problems:
         batch, q_start, k_start = np.zeros(p.sequences, np.int64), q_ends[:-1], k_ends[:-1]
         q_length, k_length = np.diff(q_ends), np.diff(k_ends)
     offset = k_length - q_length if p.options.alignment == "lower_right" else np.zeros_like(q_length)
+    return np.stack([batch, q_start, q_length, k_start, k_length, offset], axis=1)
+
+
+def _problems(p: AttentionDescriptor, a: Arguments) -> _Problems:
+    scores = _kernels()[2]
+    sequences = sequence_table(p, a)
+    q_length, k_length = sequences[:, 2], sequences[:, 4]
     pairs = -(-q_length // scores.BLOCK_Q) * p.groups
-    together = _together(int(np.sum(pairs)) * p.kv_heads, p, len(batch))
+    together = _together(int(np.sum(pairs)) * p.kv_heads, p, len(sequences))
     blocks, k_tiles = -(-pairs // together), -(-k_length // scores.BLOCK_K)
     before = [np.cumsum(counts) - counts for counts in (blocks, k_tiles)]
-    table = np.stack([batch, q_start, q_length, k_start, k_length, offset, *before], axis=1)
+    table = np.column_stack([sequences, *before])
     return _Problems(np.ascontiguousarray(table, np.int64), int(np.sum(blocks)), int(np.sum(k_tiles)), together)
 
 
-class _Extras(NamedTuple):
+class Extras(NamedTuple):
     """The optional operands as kernels take them, and what keeps their memory alive."""
 
     hidden: Any
@@ -116,7 +123,7 @@ def _broadcast_strides(x: Array) -> tuple[int, ...]:
     return tuple([0 if n == 1 else s for s, n in zip(_strides(x), x.shape, strict=True)])
 
 
-def _extras(p: AttentionDescriptor, a: Arguments, work: Any) -> _Extras:
+def extras_of(p: AttentionDescriptor, a: Arguments, work: Any) -> Extras:
     scores = _kernels()[2]
     left, right = (
         scores.UNBOUNDED if side is None else min(side, scores.UNBOUNDED) for side in p.options.reach()
@@ -143,7 +150,7 @@ def _extras(p: AttentionDescriptor, a: Arguments, work: Any) -> _Extras:
     threshold = options.dropout_threshold if options.dropout_p else 0
     dropout = scores.Dropout(np.uint64(threshold), np.uint64(options.seed))
     bias_like = kernel_type(work if bias is None else bias.dtype)
-    return _Extras(hidden, dropout, bias_like, sinks, (bias, mask, ids, sinks))
+    return Extras(hidden, dropout, bias_like, sinks, (bias, mask, ids, sinks))
 
 
 def _numbers(p: AttentionDescriptor, work: Any) -> tuple[Any, ...]:
@@ -175,10 +182,10 @@ def attention(p: AttentionDescriptor, a: Arguments) -> None:
         return
     work = _work(p)
     sums = lse if lse.flags.c_contiguous else np.full(lse.shape, -np.inf, work)
-    extras = _extras(p, a, work)
+    extras = extras_of(p, a, work)
     call = kernels.Forward(
         _sizes(p, problems),
-        *(_rows(a[name]) for name in ("q", "k", "v", "o")),
+        *(rows_of(a[name]) for name in ("q", "k", "v", "o")),
         address(sums),
         0 if extras.sinks is None else address(extras.sinks),
         extras.hidden,
@@ -202,7 +209,7 @@ def attention_backward(p: AttentionBackwardDescriptor, a: Arguments) -> None:
     unseeing = np.isneginf(lse)
     do = _without(a["do"], unseeing)
     delta = np.empty(p.lse_shape, work)
-    _delta(a["o"], a["do"], delta)
+    fill_delta(a["o"], a["do"], delta)
     if p.dlse:
         with default_environment():
             delta -= a["dlse"]
@@ -211,12 +218,12 @@ def attention_backward(p: AttentionBackwardDescriptor, a: Arguments) -> None:
     if p.sequences is not None:  # rows may belong to no sequence
         for gradient in gradients:
             gradient[...] = 0
-    extras = _extras(p, a, work)
+    extras = extras_of(p, a, work)
     call = backward.Backward(
         _sizes(p, problems),
-        *(_rows(x) for x in (a["q"], do, a["k"], a["v"])),
+        *(rows_of(x) for x in (a["q"], do, a["k"], a["v"])),
         *(address(lse), address(delta)),
-        *(_rows(x) for x in gradients),
+        *(rows_of(x) for x in gradients),
         extras.hidden,
         extras.dropout,
     )
@@ -226,7 +233,7 @@ def attention_backward(p: AttentionBackwardDescriptor, a: Arguments) -> None:
         _bias_gradient(p, a["dbias"], arguments)
     if p.dsinks and extras.sinks is not None:
         last = problems.table[-1] if len(problems.table) else np.zeros(3, np.int64)
-        _sink_gradient(p, a["dsinks"], extras.sinks, lse, delta, int(last[1] + last[2]))
+        sink_gradient(p, a["dsinks"], extras.sinks, lse, delta, int(last[1] + last[2]))
 
 
 def _without(do: Array, rows: Array) -> Array:
@@ -271,7 +278,7 @@ def _bias_gradient(p: AttentionBackwardDescriptor, dbias: Array, arguments: tupl
     parallel.for_ranges(backward.bias_gradient, count, parallel.grain(count, step), *arguments, bias)
 
 
-def _sink_gradient(
+def sink_gradient(
     p: AttentionBackwardDescriptor, dsinks: Array, sinks: Array, lse: Array, delta: Array, end: int
 ) -> None:
     """The order-free sum of what the rows of a head add; rows from `end` on belong to no sequence."""
@@ -291,10 +298,10 @@ def _sink_gradient(
 # --- delta -----------------------------------------------------------------------------------------------------------
 def attention_delta(p: AttentionDeltaDescriptor, a: Arguments) -> None:
     """Delta of checked o and do."""
-    _delta(a["o"], a["do"], a["delta"])
+    fill_delta(a["o"], a["do"], a["delta"])
 
 
-def _delta(o: Array, do: Array, out: Array) -> None:
+def fill_delta(o: Array, do: Array, out: Array) -> None:
     batch, heads, length, size = o.shape
     count = batch * heads * length
     if count:

@@ -81,12 +81,25 @@ def _sdot(builder: Any, sums: Any, a: Any, b: Any) -> Any:
     return sums
 
 
+def _by_pairs(builder: Any, sums: Any, a: Any, b: Any) -> Any:
+    lanes = sums.type.count
+    halves, wide = (ir.VectorType(ir.IntType(size), 2 * lanes) for size in (16, 32))
+    products = builder.mul(*(builder.sext(builder.bitcast(x, halves), wide) for x in (a, b)))
+    for i in range(2):
+        places = ir.Constant(sums.type, [_WORD(2 * lane + i) for lane in range(lanes)])
+        sums = builder.add(sums, builder.shuffle_vector(products, products, places))
+    return sums
+
+
 ENGINES = (
     Engine("avx512_vnni", np.uint8(0), ("avx512f", "avx512vnni"), 16, 12, _accumulate("llvm.x86.avx512.vpdpwssd.512")),
     Engine("avx512", np.uint16(0), ("avx512f", "avx512bw"), 16, 12, _multiply_add("llvm.x86.avx512.pmaddw.d.512")),
     Engine("avx2", np.uint32(0), ("avx2",), 8, 6, _multiply_add("llvm.x86.avx2.pmadd.wd")),
     Engine("dotprod", np.int8(0), ("dotprod",), 4, 8, _sdot, np.int8(0), True),
 )
+
+# For any processor; a BLAS is faster where a whole product is at hand.
+PORTABLE = Engine("portable", np.int16(0), (), 4, 4, _by_pairs)
 
 
 def engines() -> list[Engine]:
@@ -171,7 +184,7 @@ def _tile(engine: Engine) -> Any:
     return intrinsic(add_products)
 
 
-_BY_TYPE = {numba.typeof(engine.like): engine for engine in ENGINES}
+_BY_TYPE = {numba.typeof(engine.like): engine for engine in (*ENGINES, PORTABLE)}
 _TILES = {kind: _tile(engine) for kind, engine in _BY_TYPE.items()}
 
 

@@ -37,7 +37,7 @@ _BLOCK = 192, 128  # rows and columns of a block of the result, whose sums fill 
 
 
 @device_function
-def _exponent(x):
+def exponent_of(x):
     """That of an element, whose sign and being finite do not matter."""
     size = np.int32(as_int(x) & 0x7FFFFFFF)
     small = size < 0x00800000
@@ -84,7 +84,7 @@ def line_exponents(
                 unknown = np.int32(0)
                 for j in range(count):
                     v = load(values, (i - first) * _CHUNK + j)
-                    e = _exponent(v)
+                    e = exponent_of(v)
                     most = max(most, np.int32(e + load(shift, k + j)) if e > _ZERO else e)
                     unknown = np.int32(unknown | np.int32(np.int32(as_int(v) & 0x7FFFFFFF) >= 0x7F800000))
                 wild |= unknown != 0
