@@ -37,11 +37,15 @@ def _strides(x: Array) -> tuple[int, ...]:
     return tuple([stride // x.itemsize for stride in x.strides])
 
 
+def stored_as(dtype: str | None) -> int:
+    """What kernels call a dtype."""
+    rows = _kernels()[3]
+    return int({"float16": rows.HALF, "bfloat16": rows.BFLOAT16}.get(dtype or "", rows.WORK))
+
+
 def rows_of(array: Array) -> Any:
     """The rows of an array [B, H, L, D] as kernels take them."""
-    rows = _kernels()[3]
-    kind = {"float16": rows.HALF, "bfloat16": rows.BFLOAT16}.get(array.dtype.name, rows.WORK)
-    return rows.Rows(address(array), *_strides(array), kind)
+    return _kernels()[3].Rows(address(array), *_strides(array), stored_as(array.dtype.name))
 
 
 # --- problems --------------------------------------------------------------------------------------------------------
@@ -124,6 +128,7 @@ def _broadcast_strides(x: Array) -> tuple[int, ...]:
 
 
 def extras_of(p: AttentionDescriptor, a: Arguments, work: Any) -> Extras:
+    """The optional operands of a problem, sinks in the work type."""
     scores = _kernels()[2]
     left, right = (
         scores.UNBOUNDED if side is None else min(side, scores.UNBOUNDED) for side in p.options.reach()

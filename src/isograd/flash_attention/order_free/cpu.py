@@ -17,6 +17,7 @@ from isograd.flash_attention.cpu import (
     rows_of,
     sequence_table,
     sink_gradient,
+    stored_as,
 )
 from isograd.flash_attention.descriptors import AttentionBackwardDescriptor, AttentionDescriptor
 from isograd.flash_attention.order_free import reference
@@ -125,11 +126,12 @@ def attention(p: AttentionDescriptor, a: Arguments, engine: str | None = None) -
         address(sums),
         0 if extras.sinks is None else address(extras.sinks),
         extras.hidden,
+        stored_as(p.bias_dtype),
         extras.dropout,
         kernels.Numbers(numbers.cap, numbers.kept),
     )
     count = table.q_blocks * p.heads
-    arguments = (multiply.like, multiply.element, extras.bias_like, call, table.table)
+    arguments = (multiply.like, multiply.element, call, table.table)
     parallel.for_ranges(kernels.forward, count, parallel.grain(count, _step(p, p.k_length, 1)), *arguments)
     if sums is not lse:
         lse[...] = sums
@@ -161,10 +163,11 @@ def attention_backward(p: AttentionBackwardDescriptor, a: Arguments, engine: str
         *(address(x) for x in (*operands[3:], do_scale, lse, delta)),
         *(rows_of(x) for x in gradients),
         extras.hidden,
+        stored_as(p.bias_dtype),
         extras.dropout,
         kernels.Factors(numbers.cap, numbers.scale, numbers.kept),
     )
-    arguments = (multiply.like, multiply.element, extras.bias_like, call, table.table)
+    arguments = (multiply.like, multiply.element, call, table.table)
     count = table.q_blocks * p.heads
     step = _step(p, p.k_length, 2)
     parallel.for_ranges(kernels.query_gradients, count, parallel.grain(count, step), *arguments)

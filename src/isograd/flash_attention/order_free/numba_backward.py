@@ -41,6 +41,7 @@ from isograd.flash_attention.order_free.numba_tiles import (
     rows_at,
     weight_integer,
 )
+from isograd.flash_attention.order_free.reference import HIGH
 from isograd.numerics import constants as c_
 from isograd.numerics.numba_dot import tile_lanes
 from isograd.numerics.numba_memory import keep, load, pointer, store
@@ -49,7 +50,7 @@ from isograd.runtime.numba_compile import device_function, kernel, subroutine
 
 _F = np.float32
 _ZERO, _ONE, _NAN, _INFINITY = _F(0), _F(1), _F(np.nan), _F(np.inf)
-_LOG2E, _LOW = _F(c_.LOG2E_32), _F(-126)
+_LOG2E, _LOW, _HIGH = _F(c_.LOG2E_32), _F(-126), _F(HIGH)
 _INFINITE = np.int32(0x7F800000)
 
 
@@ -79,6 +80,7 @@ class Backward(NamedTuple):
     dk: Rows
     dv: Rows
     hidden: Hidden
+    bias_kind: int
     dropout: Dropout
     factors: Factors
 
@@ -125,13 +127,13 @@ def _load_keys(call, key, count, tile):
 
 
 @subroutine
-def _slopes(engine, element, bias_like, call, p, queries, gradients, keys, values, tile):
+def _slopes(engine, element, call, p, queries, gradients, keys, values, tile):
     """dS and probabilities of a tile, 0 where nothing is visible and, of probabilities, where they are dropped."""
     multiply_scaled(engine, element, queries, keys, p.rows, call.q.size, tile.q_scale, tile.k_scale, tile.s)
     multiply_scaled(
         engine, element, gradients, values, p.rows, call.v.size, tile.do_scale, tile.v_scale, tile.products
     )  # fmt: skip
-    finish_scores(tile.s, tile.slope, call.hidden, call.factors.cap, bias_like, p)
+    finish_scores(tile.s, tile.slope, call.hidden, call.factors.cap, call.bias_kind, p)
     if call.dropout.threshold != 0:
         keep_factors(tile.kept, p, call.heads, call.dropout, _ONE)
     else:
@@ -152,7 +154,7 @@ def _slopes(engine, element, bias_like, call, p, queries, gradients, keys, value
             t = load(s, c)
             x = t - level
             low = x < _LOW
-            held = _ONE if x > _ONE else x
+            held = _HIGH if x > _HIGH else x
             m, _, z = exp2_parts(_ZERO if low or x != x else held)
             probability = as_float(np.int32(as_int(m) + np.int32(as_int(z) << 23)))
             probability = _ZERO if low else probability
@@ -189,7 +191,7 @@ def _finish(gradient, total, line, size, poison, batch, head, row, rows, factor)
 
 
 @kernel
-def query_gradients(engine, element, bias_like, call, table, start, stop):
+def query_gradients(engine, element, call, table, start, stop):
     """Fill dq. Steps: blocks of queries, heads within a sequence faster."""
     d, e = call.q.size, call.v.size
     line = padded(d, tile_lanes(engine))
@@ -225,7 +227,7 @@ def query_gradients(engine, element, bias_like, call, table, start, stop):
             pack_right(engine, element, rows_at(call.k, key), d, 1, BLOCK, d, keys)
             pack_right(engine, element, rows_at(call.v, key), e, 1, BLOCK, e, values)
             p = Place(batch, n, head, i, rows, j, count, problem[OFFSET])
-            _slopes(engine, element, bias_like, call, p, queries, gradients, keys, values, tile)
+            _slopes(engine, element, call, p, queries, gradients, keys, values, tile)
             copy_numbers(pointer(call.k.scale, _ZERO), key, count, tile.k_scale)
             for r in range(rows):
                 s, w = advance(tile.s, r * BLOCK), advance(weights, r * BLOCK)
@@ -282,7 +284,7 @@ def _columns(weights, factors, rows, integers, most, scale, fade, poison):
 
 
 @kernel
-def key_gradients(engine, element, bias_like, call, table, start, stop):
+def key_gradients(engine, element, call, table, start, stop):
     """Fill dk and dv. Steps: blocks of keys, heads of k within a sequence faster."""
     d, e, kv_heads = call.q.size, call.v.size, call.heads // call.groups
     k_line, v_line = padded(d, tile_lanes(engine)), padded(e, tile_lanes(engine))
@@ -323,7 +325,7 @@ def key_gradients(engine, element, bias_like, call, table, start, stop):
                 pack_left(engine, element, rows_at(call.q, row), d, 1, rows, d, queries)
                 pack_left(engine, element, rows_at(call.do, row), e, 1, rows, e, gradients)
                 p = Place(batch, n, head, i, rows, j, count, offset)
-                _slopes(engine, element, bias_like, call, p, queries, gradients, keys, values, tile)
+                _slopes(engine, element, call, p, queries, gradients, keys, values, tile)
                 copy_numbers(pointer(call.q.scale, _ZERO), row, rows, of_rows)
                 _columns(tile.s, of_rows, rows, weights, most, scale, fade, of_k)
                 pack_left(engine, element, weights, 1, BLOCK, count, BLOCK, left)

@@ -11,7 +11,7 @@ import numpy as np
 from isograd.elementwise.numba_activations import tanh_value
 from isograd.flash_attention.numba_kernels import find_problem
 from isograd.flash_attention.numba_product import advance
-from isograd.flash_attention.numba_rows import Rows, padded, store_rows
+from isograd.flash_attention.numba_rows import BFLOAT16, HALF, Rows, padded, store_rows
 from isograd.flash_attention.numba_scores import Dropout, Hidden, Place, hide, keep_factors, key_range
 from isograd.flash_attention.order_free.numba_tiles import (
     BLOCK,
@@ -70,6 +70,7 @@ class Forward(NamedTuple):
     lse: int
     sinks: int
     hidden: Hidden
+    bias_kind: int
     dropout: Dropout
     numbers: Numbers
 
@@ -82,24 +83,32 @@ def _held(t):
     return -_REACH if t < -_REACH else t
 
 
+@device_function
+def _add_bias(s, hidden, bias, p):
+    strides = hidden.bias_strides
+    start = p.batch * strides[0] + p.head * strides[1]
+    for r in range(p.rows):
+        row = start + (p.i + r) * strides[2] + p.j * strides[3]
+        for c in range(p.keys):
+            b = widen(load(bias, row + c * strides[3]))
+            t = _held(load(s, r * BLOCK + c) + b * _LOG2E)
+            store(s, r * BLOCK + c, t if b != -_INFINITY else NOTHING)
+
+
 @subroutine
-def finish_scores(s, slope, hidden, cap, bias_like, p):
+def finish_scores(s, slope, hidden, cap, bias_kind, p):
     """Base-2 scores of a tile from its products: held, NOTHING where a key is hidden. slope: of the softcap."""
     if cap != _ZERO:
         for at in range(p.rows * BLOCK):
             h = tanh_value(load(s, at))
             store(slope, at, fma(-h, h, _ONE))
             store(s, at, h * cap)
-    if hidden.bias != 0:
-        strides = hidden.bias_strides
-        bias = pointer(hidden.bias, bias_like)
-        start = p.batch * strides[0] + p.head * strides[1]
-        for r in range(p.rows):
-            row = start + (p.i + r) * strides[2] + p.j * strides[3]
-            for c in range(p.keys):
-                b = widen(load(bias, row + c * strides[3]))
-                t = _held(load(s, r * BLOCK + c) + b * _LOG2E)
-                store(s, r * BLOCK + c, t if b != -_INFINITY else NOTHING)
+    if hidden.bias != 0 and bias_kind == HALF:
+        _add_bias(s, hidden, pointer(hidden.bias, np.int16(0)), p)
+    elif hidden.bias != 0 and bias_kind == BFLOAT16:
+        _add_bias(s, hidden, pointer(hidden.bias, np.uint16(0)), p)
+    elif hidden.bias != 0:
+        _add_bias(s, hidden, pointer(hidden.bias, _ZERO), p)
     else:
         for at in range(p.rows * BLOCK):
             store(s, at, _held(load(s, at)))
@@ -231,7 +240,7 @@ def _finish(call, total, line, top, sums, bad, lse, rows):
 
 
 @kernel
-def forward(engine, element, bias_like, call, table, start, stop):
+def forward(engine, element, call, table, start, stop):
     """Fill o and lse. Steps: blocks of queries, heads within a sequence faster."""
     d, e = call.q.size, call.v.size
     line = padded(e, tile_lanes(engine))
@@ -268,7 +277,7 @@ def forward(engine, element, bias_like, call, table, start, stop):
             pack_right(engine, element, rows_at(call.k, key), d, 1, BLOCK, d, keys)
             multiply_scaled(engine, element, q_panels, keys, rows, d, q_scale, k_scale, s)
             p = Place(batch, n, head, i, rows, j, count, problem[OFFSET])
-            finish_scores(s, other, call.hidden, call.numbers.cap, bias_like, p)
+            finish_scores(s, other, call.hidden, call.numbers.cap, call.bias_kind, p)
             _weigh(s, weights, levels, top, sums, scale, fade, bad, rows)
             if call.dropout.threshold != 0:
                 keep_factors(keep_, p, call.heads, call.dropout, _ONE)

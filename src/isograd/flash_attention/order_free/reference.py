@@ -26,6 +26,7 @@ _F = np.float32
 BLOCK: Final = 128  # keys, and queries, of a block
 REACH: Final = 2.0**21  # scores, in powers of two, are held within it
 MARGIN: Final = 2.0**-6  # what keeps every exponential below a power of two
+HIGH: Final = 64.0  # probabilities, whatever lse is given, are held at 2^HIGH
 NO_ROW: Final = -float(1 << 14)  # stands for the exponent of a row of v that is zero
 LEAST: Final = -110  # the least exponent of weights: 2^(15 - LEAST) is a normal number
 TINY: Final = 2.0**-18  # what scales of two rows, 2^(E - 2) 2^(F - 2), leave to 2^(E + F - 22)
@@ -212,7 +213,7 @@ def _backward(p: Problem, do: Rows, lse: Floats, delta: Floats) -> Gradients:
     n = p.numbers
     x = t - np.where(present, lse * _F(c.LOG2E_32), 0).astype(_F)[:, None]
     low = x < _F(-126)
-    m, k = exp2_parts(np.where(np.isnan(x) | low, _F(0), np.minimum(x, _F(1))))
+    m, k = exp2_parts(np.where(np.isnan(x) | low, _F(0), np.minimum(x, _F(HIGH))))
     probability = np.where(np.isnan(x), _F(np.nan), np.where(low, _F(0), np.ldexp(m, k.astype(np.int32))))
     of_do = np.where(do.finite, do.scale, _F(np.nan))
     factors = (of_do * (n.kept * _F(TINY)))[:, None] * np.where(p.v.finite, p.v.scale, _F(np.nan))
