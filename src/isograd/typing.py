@@ -84,6 +84,7 @@ class AttentionKeywords(TypedDict, total=False):
     dropout_p: float
     seed: int
     layout: Layout
+    preference: str | None
 
 
 class RouterOptions(TypedDict, total=False):

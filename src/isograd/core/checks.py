@@ -90,3 +90,10 @@ def checked_dtype(operation: str, dtype: Any, accepted: tuple[str, ...] = DTYPES
     if not isinstance(dtype, str) or dtype not in accepted:  # a NumPy dtype equals its name
         raise UnsupportedError(f"{operation}: {argument} is {dtype!r}; accepted: {', '.join(accepted)}")
     return dtype
+
+
+def checked_preference(operation: str, preference: Any) -> str | None:
+    """The name of a kernel, registered or not, or None; InvalidProblemError for anything else."""
+    if preference is None or isinstance(preference, str):
+        return preference
+    raise InvalidProblemError(f"{operation}: preference is {preference!r}; expected the name of a kernel or None")

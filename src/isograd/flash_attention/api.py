@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 from numpy.typing import NDArray
 
 from isograd.core import arrays, encoder, functional
+from isograd.core.checks import checked_preference
 from isograd.core.faults import named
 from isograd.core.plan import Plan
 from isograd.errors import InvalidProblemError
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
     from isograd.tape.variable import Variable
 
 
-def _plan(plan_type: type[Plan], descriptor: AttentionDescriptor, device: str) -> Any:
+def _plan(plan_type: type[Plan], descriptor: AttentionDescriptor, device: str, preference: str | None) -> Any:
     # Not through the cache of plans with dropout: a seed that changes with every call would fill it.
     if descriptor.options.dropout_p:
-        return plan_type.select(descriptor, device)
-    return functional.plan(plan_type, descriptor, device)
+        return plan_type.select(descriptor, device, preference)
+    return functional.plan(plan_type, descriptor, device, preference)
 
 
 def _seed(operation: str, dropout_p: float, seed: int | None) -> int:
@@ -96,6 +97,7 @@ def attention(
     dropout_p: float = 0.0,
     seed: int | None = None,
     layout: Layout = "BHLD",
+    preference: str | None = None,
     return_lse: bool = False,
     out: Any = None,
 ) -> Any:
@@ -119,7 +121,12 @@ def attention(
     2^64 - 1; it has no default with dropout, which would drop the same at every call.
 
     return_lse: return (o, lse) with lse = log Σ_j exp(s_ij), [B, Hq, Lq] in the work type (float32 for 16 bits), what
-    `attention_backward` needs. out: where o goes.
+    `attention_backward` needs. out: where o goes. preference: the name of a kernel (`isograd kernels`).
+
+    `preference="order_free"`, for float16 and bfloat16, takes exact products of 16-bit integers in blocks of 128 keys
+    (rule 23 of `docs/arithmetic.md`): the same bits on every machine, for a row by itself, in a batch, packed, and in a
+    step of decoding. It has no gradient of a bias. There a query, key or value that is not finite makes NaN of the rows
+    that see it.
 
     A row that sees nothing is 0 and its lse -inf. A row's bits depend on its own sequence alone, whatever else is in
     the batch (`docs/attention.md`). A NaN in q makes its row NaN; NaN and infinities in v reach all rows that see some
@@ -130,19 +137,20 @@ def attention(
     arrays on different devices.
     """
     name = "attention"
+    preference = checked_preference(name, preference)
     options = AttentionOptions(causal, alignment, window, scale, softcap, dropout_p, _seed(name, dropout_p, seed))
     tape = functional.tape_of(q, k, v, bias, sinks)
     if tape is not None:
         if out is not None:
             raise InvalidProblemError(f"{name}: out is given with tape variables; expected None")
-        given = steps.Given(bias, mask, segment_ids, cu_seqlens, sinks, layout)
+        given = steps.Given(bias, mask, segment_ids, cu_seqlens, sinks, layout, preference)
         return tape.attention(q, k, v, options, given, return_lse)
     extra = steps.named(name, steps.Given(bias, mask, segment_ids, cu_seqlens, sinks))
     taken, restore = functional.inputs(name, q=q, k=k, v=v, **extra)
     q, k, v = taken[:3]
     call = steps.problem(name, q, k, v, dict(zip(extra, taken[3:], strict=True)), options, layout)
     descriptor = AttentionDescriptor(**call.fields)
-    plan = _plan(AttentionPlan, descriptor, call.device)
+    plan = _plan(AttentionPlan, descriptor, call.device, preference)
     o = call.empty(plan.descriptor.o_shape, descriptor.dtype) if out is None else out
     lse = functional.empty(plan.descriptor.lse_shape, descriptor.work, call.like)
     with named(name, o="out"):
@@ -225,19 +233,22 @@ def attention_backward(
     dropout_p: float = 0.0,
     seed: int | None = None,
     layout: Layout = "BHLD",
+    preference: str | None = None,
     bias_gradient: bool = True,
 ) -> AttentionGradients[Any]:
     """The gradients of `attention`: (dq, dk, dv, dbias, dsinks), the last two None without a bias, without sinks.
 
     do: the gradient of o. q, k, v, o: as given to and returned by `attention`, all of one layout. lse: as returned with
     return_lse, [B, Hq, Lq]. dlse: the gradient of lse, if it was used. The other arguments as given to `attention`;
-    bias_gradient=False leaves dbias out, which costs two more products a tile. dbias has the bias's shape.
+    bias_gradient=False leaves dbias out, which costs two more products a tile. dbias has the bias's shape. With
+    `preference="order_free"`, that of the forward pass, the bits are those of every machine, for any o and lse.
 
         P = exp(s - lse),  D = Σ o·do - dlse,  dS = P (do vᵀ - D),  dq = scale · dS k,  dk = scale · dSᵀ q,  dv = Pᵀ do
 
     Errors as for `attention`.
     """
     name = "attention_backward"
+    preference = checked_preference(name, preference)
     options = AttentionOptions(causal, alignment, window, scale, softcap, dropout_p, _seed(name, dropout_p, seed))
     extra = steps.named(name, steps.Given(bias, mask, segment_ids, cu_seqlens, sinks))
     if dlse is not None:
@@ -251,7 +262,7 @@ def attention_backward(
     given.fields["dlse"], given.fields["dsinks"] = dlse is not None, sinks is not None
     given.fields["dbias"] = bias is not None and bool(bias_gradient)
     descriptor = AttentionBackwardDescriptor(**given.fields)
-    plan = _plan(AttentionBackwardPlan, descriptor, given.device)
+    plan = _plan(AttentionBackwardPlan, descriptor, given.device, preference)
     results, outputs = {}, {}
     for operand in plan.descriptor.operands():
         if operand.output and len(operand.shape) == 4 and operand.name != "dbias":

@@ -307,6 +307,7 @@ def attention_delta(p: AttentionDeltaDescriptor, a: Arguments) -> None:
 
 
 def fill_delta(o: Array, do: Array, out: Array) -> None:
+    """The order-free row sums of o · do."""
     batch, heads, length, size = o.shape
     count = batch * heads * length
     if count:

@@ -11,6 +11,8 @@ from isograd.core.plan import Plan
 from isograd.core.registry import register_kernel
 from isograd.flash_attention import bounds, cpu
 from isograd.flash_attention import descriptors as d
+from isograd.flash_attention.order_free import bounds as order_free_bounds
+from isograd.flash_attention.order_free import cpu as order_free_cpu
 
 
 class AttentionPlan(Plan):
@@ -43,6 +45,37 @@ OPERATIONS = ("attention", "attention_backward", "attention_delta")
 def dtypes_of(device: str) -> tuple[str, ...]:
     """The dtypes that the family is registered for."""
     return DTYPES if device == "cpu" else ("float16", "bfloat16", "float32")
+
+
+def order_free_sku(descriptor: Any, backend: str, arch: str) -> KernelSku:
+    """The identity of a kernel that returns the bits of `order_free/reference.py`."""
+    return KernelSku(
+        category="attention",
+        op=descriptor.operation,
+        dtype=descriptor.dtype,
+        aux_dtype="float32",
+        layout="strided",
+        epilogue="none",
+        arch=arch,
+        backend=backend,
+        precision_guarantee=PrecisionGuarantee(
+            math_precision="float32",
+            accumulator="exact integers in blocks, which float32 adds in their order",
+            deterministic=True,
+            bit_stable_on_same_hardware=True,
+            batch_invariant=True,
+            order_invariant=True,
+            bit_stable_across_hardware=True,
+            error_bound=order_free_bounds.error_bound(descriptor.operation),
+        ),
+    )
+
+
+def order_free_refusal(descriptor: Any) -> str | None:
+    """Why no order-free kernel serves a problem, or None; the dtypes are those that they are registered for."""
+    if getattr(descriptor, "dbias", False):
+        return "it has no gradient of a bias; accepted: bias_gradient=False"
+    return None
 
 
 def family_guarantee(descriptor: Any, narrowed: bool, tile_keys: int | None = None) -> PrecisionGuarantee:
@@ -104,6 +137,34 @@ class NumbaAttention(Kernel):
                 cpu.attention_delta(descriptor, arguments)
 
 
+class OrderFreeAttention(Kernel):
+    """Attention and its gradients on the CPU with the bits of every machine, compiled by Numba."""
+
+    name = "order_free"
+    backend = "numba"
+
+    def sku(self, descriptor: Any) -> KernelSku:
+        """The kernel's identity."""
+        return order_free_sku(descriptor, self.backend, "cpu")
+
+    def reject(self, descriptor: Any) -> str | None:
+        """Why it cannot serve a problem."""
+        return order_free_refusal(descriptor)
+
+    def launch(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any, stream: Any) -> None:
+        """Compute on the library's threads; needs no workspace."""
+        if descriptor.operation == "attention":
+            order_free_cpu.attention(descriptor, arguments)
+        else:
+            order_free_cpu.attention_backward(descriptor, arguments)
+
+
+ORDER_FREE_OPERATIONS = ("attention", "attention_backward")
+ORDER_FREE_DTYPES = ("float16", "bfloat16")
 for _operation in OPERATIONS:
     for _dtype in dtypes_of("cpu"):
         register_kernel(_operation, "cpu", _dtype, NumbaAttention())
+for _operation in ORDER_FREE_OPERATIONS:
+    for _dtype in ORDER_FREE_DTYPES:
+        # After the other, which a plan takes unless it is asked for this one.
+        register_kernel(_operation, "cpu", _dtype, OrderFreeAttention())

@@ -19,6 +19,7 @@ class Given(NamedTuple):
     cu_seqlens: Any = None
     sinks: Any = None
     layout: Any = "BHLD"
+    preference: str | None = None
 
 
 class Problem(NamedTuple):

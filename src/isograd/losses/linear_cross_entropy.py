@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from isograd.core import arrays, functional
-from isograd.core.checks import checked_shape, real_number
+from isograd.core.checks import checked_preference, checked_shape, real_number
 from isograd.errors import InvalidProblemError
 from isograd.losses import reductions
 from isograd.losses.linear_plans import (
@@ -97,13 +97,6 @@ def _chunk(operation: str, chunk: Any) -> int:
     if rows < 1:
         raise InvalidProblemError(f"{operation}: chunk is {rows}; expected a positive number of rows")
     return rows
-
-
-def checked_preference(operation: str, preference: Any) -> str | None:
-    """The name of a kernel, registered or not, or None; InvalidProblemError for anything else."""
-    if preference is None or isinstance(preference, str):
-        return preference
-    raise InvalidProblemError(f"{operation}: preference is {preference!r}; expected the name of a kernel or None")
 
 
 def _divisor(given: LinearProblem) -> Any:

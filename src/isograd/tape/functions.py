@@ -223,7 +223,7 @@ def attention(
     q: Operand, k: Operand, v: Operand, options: AttentionOptions, given: Given, return_lse: bool = False
 ) -> Variable | tuple[Variable, Variable]:
     """Attention, and with return_lse the logarithm of its sums; `isograd.attention` takes options one by one."""
-    every: dict[str, Any] = {**asdict(options), "layout": given.layout}
+    every: dict[str, Any] = {**asdict(options), "layout": given.layout, "preference": given.preference}
     every |= {name: _constant(name, getattr(given, name)) for name in ("mask", "segment_ids", "cu_seqlens")}
     extra = {name: x for name, x in (("bias", given.bias), ("sinks", given.sinks)) if x is not None}
     operands = (q, k, v, *extra.values())

@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isograd.core.checks import real_number
+from isograd.core.checks import checked_preference, real_number
 from isograd.errors import InvalidProblemError, UnsupportedError
-from isograd.losses.linear_cross_entropy import checked_preference
 from isograd.losses.reductions import checked_reduction, counted
 from isograd.torch.indexing import enter
 from isograd.torch.ops_cross_entropy import CROSS_ENTROPY
