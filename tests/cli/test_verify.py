@@ -81,9 +81,11 @@ def test_kernels_are_as_published(cli, operations, dtypes):
         suite = suites.SUITES[kernel["operation"]]
         assert kernel["cases"] >= 5
         own = kernel["kernel"] == "blas" and "linear" in kernel["operation"]  # whose bits are the machine's
-        promised = 0 if own or suite.reference is None else kernel["cases"]
+        attention = kernel["kernel"] == "numba" and kernel["operation"] in ("attention", "attention_backward")
+        promised = 0 if own or attention or suite.reference is None else kernel["cases"]
         assert kernel["digests_checked"] == kernel["digests_equal"] == promised == len(kernel["sha256"])
-        assert kernel["invariances"].keys() == ({"threads"} if own else {"threads", *suite.changes})
+        invariances = {"threads"} if own else {"threads", *suite.changes} - ({"order"} if attention else set())
+        assert kernel["invariances"].keys() == invariances
         assert all(kernel["invariances"].values())
         if kernel["operation"] in EXACT:
             assert kernel["worst"] == 0
@@ -349,14 +351,16 @@ def test_digests_are_those_of_the_reference(every):
             given = suites.cases(operation, dtype)
             results = known["results"][operation][dtype]
             assert known["inputs"][operation][dtype] == check.inputs_digest(given)
-            if suite.reference is None:  # promises no bits
-                assert not results
-                continue
-            assert results.keys() == {c.name for c in given}
+            names = {c.name for c in given}
+            if operation in ("attention", "attention_backward"):  # some kernels promise bits of some cases
+                assert results.keys() <= names
+            else:
+                assert results.keys() == (set() if suite.reference is None else names)
             for case in given:
                 if case.name in ("5 x 31", "-inf", "middle axis") or case is given[len(operation) % len(given)]:
-                    computed = check.as_results(suite.reference(**case.inputs, **case.options))
-                    assert check.results_digest(computed) == results[case.name]
+                    computed = check.reference_results(suite, case)
+                    found = None if computed is None else check.results_digest(computed)
+                    assert results.get(case.name) == found
     assert {e.operation for e in registry.kernels() if e.device == "cpu"} <= known["results"].keys()
 
 

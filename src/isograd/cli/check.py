@@ -103,6 +103,12 @@ def as_results(value: Any) -> Arrays:
     return value if isinstance(value, tuple) else (value,)
 
 
+def reference_results(suite: Suite, case: Case) -> Arrays | None:
+    """The promised bits of a case, or None where no kernel promises any."""
+    results = None if suite.reference is None else suite.reference(**case.inputs, **case.options)
+    return None if results is None else as_results(results)
+
+
 class Runner:
     """Computes an operation with one certain kernel."""
 

@@ -21,7 +21,13 @@ from isograd.flash_attention.descriptors import (
     work_type,
 )
 from isograd.flash_attention.options import AttentionOptions
-from isograd.flash_attention.plans import AttentionBackwardPlan, AttentionDeltaPlan, AttentionPlan
+from isograd.flash_attention.order_free import reference as order_free
+from isograd.flash_attention.plans import (
+    ORDER_FREE_DTYPES,
+    AttentionBackwardPlan,
+    AttentionDeltaPlan,
+    AttentionPlan,
+)
 from isograd.flash_attention.problem import sizes
 from isograd.numerics import random
 
@@ -158,6 +164,24 @@ def _oracle_backward(
     return tuple([x for x in found if x is not None])
 
 
+def _definition(options: AttentionOptions, q: Array, k: Array, v: Array, **operands: Array) -> Arrays | None:
+    """The bits of the order-free kernels, where there are such."""
+    if q.dtype.name not in ORDER_FREE_DTYPES:
+        return None
+    return order_free.attention(q, k, v, options, reference.inputs_of(operands))
+
+
+def _definition_backward(
+    options: AttentionOptions, do: Array, q: Array, k: Array, v: Array, o: Array, lse: Array, dlse: Array,
+    **operands: Array,
+) -> Arrays | None:  # fmt: skip
+    if q.dtype.name not in ORDER_FREE_DTYPES or "bias" in operands:
+        return None
+    inputs = reference.inputs_of(operands)
+    found = order_free.attention_backward(do, q, k, v, o, lse, options, inputs, dlse)
+    return tuple([x for x in found if x is not None])
+
+
 def _oracle_delta(o: Array, do: Array) -> Array:
     with np.errstate(all="ignore"):
         total: Array = (o.astype(np.longdouble) * do.astype(np.longdouble)).sum(axis=-1)
@@ -199,6 +223,31 @@ def _layout(case: Case) -> Iterator[Change]:
     yield Change(Case(case.name, inputs, case.options))
 
 
+def _order(rows: int) -> Callable[[Case], Iterator[Change]]:
+    """Keys in another order within blocks, where no position hides one; results after `rows` have rows of keys."""
+
+    def changes(case: Case) -> Iterator[Change]:
+        options = case.options["options"]
+        if options.causal or options.window or options.dropout_p or "cu_seqlens_k" in case.inputs:
+            return
+        length = case.inputs["k"].shape[2]
+        starts = range(0, length, order_free.BLOCK)
+        sizes_ = [min(order_free.BLOCK, length - start) for start in starts]
+        parts = [start + random.permutation(n, seed=4) for start, n in zip(starts, sizes_, strict=True)]
+        order = np.concatenate(parts)
+        inputs = dict(case.inputs)
+        for name, axis in (("k", 2), ("v", 2), ("bias", 3), ("mask", 3), ("k_segment_ids", 1)):
+            if name in inputs and inputs[name].shape[axis] > 1:
+                inputs[name] = np.take(inputs[name], order, axis)
+
+        def expected(results: Arrays) -> Arrays:
+            return (*results[:rows], *(np.take(x, order, 2) for x in results[rows : rows + 2]), *results[rows + 2 :])
+
+        yield Change(Case(case.name, inputs, case.options), expected)
+
+    return changes
+
+
 def _delta_batch(case: Case) -> Iterator[Change]:
     half = case.inputs["o"].shape[2] // 2
     inputs = {name: a[:, :, half:] for name, a in case.inputs.items()}
@@ -224,15 +273,20 @@ _DELTA_CHANGES: Mapping[str, Callable[[Case], Iterator[Change]]] = {
 }
 SUITES: dict[str, Suite] = {
     "attention": Suite(
-        AttentionPlan, _forward_descriptor, None, _oracle, _forward_cases, {"batch": _batch(2), "layout": _layout}
+        AttentionPlan,
+        _forward_descriptor,
+        _definition,
+        _oracle,
+        _forward_cases,
+        {"batch": _batch(2), "order": _order(2), "layout": _layout},
     ),
     "attention_backward": Suite(
         AttentionBackwardPlan,
         _backward_descriptor,
-        None,
+        _definition_backward,
         _oracle_backward,
         _backward_cases,
-        {"batch": _batch(3), "layout": _layout},
+        {"batch": _batch(3), "order": _order(1), "layout": _layout},
     ),
     "attention_delta": Suite(
         AttentionDeltaPlan,

@@ -24,7 +24,7 @@ import numpy as np
 from isograd.core.descriptor import ErrorBound
 from isograd.flash_attention import reference as dense
 from isograd.flash_attention.options import AttentionOptions
-from isograd.flash_attention.order_free.reference import BLOCK, HIGH, REACH
+from isograd.flash_attention.order_free.reference import BLOCK, HIGH, REACH, TINY, numbers_of
 from isograd.flash_attention.reference import AttentionGradients, Dense, Floats, Inputs
 from isograd.numerics import int16
 from isograd.numerics.bounds import LARGEST, ulp
@@ -66,9 +66,16 @@ def _sum(w: Floats, error: Floats, x: Floats, total_blocks: int) -> tuple[Floats
         part = tops[..., start : start + BLOCK]
         most = most + (2.02 * 2.0**-16 * part.shape[-1] + 2.0**-20) * part.max(axis=-1, initial=0)
     absolute = np.abs(x)
-    total = sizes @ absolute
+    # Where a weight overflows the whole row is NaN.
+    total = np.where(tops.max(axis=-1, initial=0)[..., None] > LARGEST["float32"], np.inf, sizes @ absolute)
     of_rows = 2.0**-16 * tops.sum(axis=-1) + most + _TINY * (w.shape[-1] + total_blocks)
     return error @ absolute + of_rows[..., None] + _U * (total_blocks + 4) * total, total
+
+
+def _off(rounded: Any, exact: float) -> float:
+    """The relative error of a number in binary32; infinite where it overflows."""
+    found = abs(float(rounded) / exact - 1) if exact else 0.0
+    return found if np.isfinite(found) else np.inf
 
 
 def _blocks(length: int) -> int:
@@ -90,9 +97,18 @@ def _scores(q: Floats, k: Floats, v: Floats, options: AttentionOptions, inputs: 
     d = dense.dense(q, k, v, options, inputs, first)
     seen = d.scores > -np.inf
     scores = np.where(seen, d.scores, 0)
-    scale = abs(options.scale or 0)
+    scale, numbers = abs(options.scale or 0), numbers_of(options)
     plain = scale * np.abs(d.q @ np.swapaxes(d.k, 2, 3))
+    factor = scale / options.softcap if options.softcap else scale * _LOG2E
     error = scale * _product(d.q, d.k) + 8 * _U * (plain + np.abs(scores)) + _TINY
+    error = error + plain * _off(abs(numbers.factor) * np.float32(TINY), factor * TINY)
+    error = error + np.abs(scores) * _off(numbers.cap, options.softcap * _LOG2E)
+    # Factors of rows and of pairs may be subnormal, or overflow.
+    unit = options.softcap or 1.0
+    keys = _tops(d.k)[..., None, :]
+    error = error + unit * 2.0**-119 * (1 + keys)
+    factors = factor * TINY * _tops(d.q)[..., None] * np.maximum(keys, 4.0) / 16
+    over = (seen & ~(factors < LARGEST["float32"])).any(axis=-1)
     if inputs.bias is not None:
         bias = np.abs(np.asarray(inputs.bias).astype(np.float64))
         error = error + 2 * _U * np.where(np.isfinite(bias), bias, 0)
@@ -100,7 +116,7 @@ def _scores(q: Floats, k: Floats, v: Floats, options: AttentionOptions, inputs: 
     # A score that is held at -2^21 weighs nothing beside one that is not.
     error = np.where(seen & (scores * _LOG2E > -REACH), error, 0)
     held = (top > -np.inf) & ((top + 1) * _LOG2E > REACH) | ((top - 1000) * _LOG2E < -REACH) & (top > -np.inf)
-    return _Scores(d, options, seen, error, held)
+    return _Scores(d, options, seen, error, held | over)
 
 
 def _of_l(s: _Scores, weights: Floats, of_p: Floats, inputs: Inputs) -> Floats:
@@ -171,6 +187,7 @@ def _dense_backward(
     rows = (np.abs(o * do).sum(axis=-1) + dlse)[..., None]
     size = p * (dp + rows)
     error = np.where(p > 0, p * of_p, 0) * (dp + rows) + p * (1 + of_p) * (of_dp + 4 * _U * rows + 2 * _U * dp)
+    error = np.where(dp + rows > LARGEST["float32"] / 2, np.inf, error)
     error = np.where(s.seen, error + 3 * _U * size + _TINY * (1 + dp + rows), 0)
     if s.options.softcap:
         error = error * np.abs(d.slope) + size * (2 * s.error / s.options.softcap + 8 * _U)
@@ -183,8 +200,10 @@ def _dense_backward(
     turned = [np.swapaxes((keep > 0) * x, 2, 3) for x in (p, of_weights)]
     of_dv, in_dv = (dense.grouped(kept * x, heads) for x in _sum(*turned, do, n))
 
+    off = _off(np.float32(scale), scale) + 2 * _U
+
     def finished(bound: Floats, sizes: Floats, result: Floats, factor: float) -> Floats:
-        total = factor * bound + 2 * _U * factor * sizes + _half_ulp(result, dtype)
+        total = factor * bound + off * factor * sizes + _half_ulp(result, dtype)
         return _bounded(total, np.maximum(sizes, factor * sizes), dtype)
 
     of_dsinks = None
@@ -233,8 +252,8 @@ _EVALUATE: dict[str, Any] = {"attention": _forward, "attention_backward": _backw
 _FORMULAS = {
     "attention": "Σ P d|v| + 2^-16 Σ P 2^E + Σ_blocks (2^-14.98 n + 2^-20) max P 2^E + |o| (Σ P d + n 2^-21 max P) "
     "+ ulp(o)/2, d = expm1(|scale| (2^-16 (2^E Σ|k| + 2^F Σ|q|) + 2^-23 2^(E + F))) + 2^-18",
-    "attention_backward": "dS's error through the products + 2^-16 Σ|dS| 2^E + Σ_blocks (2^-14.98 n + 2^-20) max |dS| 2^E "
-    "+ ulp/2",
+    "attention_backward": "dS's error through the products + 2^-16 Σ|dS| 2^E + Σ_blocks (2^-14.98 n + 2^-20) max |dS| "
+    "2^E + ulp/2",
 }
 
 

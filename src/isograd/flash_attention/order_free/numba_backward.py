@@ -128,7 +128,7 @@ def _load_keys(call, key, count, tile):
 
 @subroutine
 def _slopes(engine, element, call, p, queries, gradients, keys, values, tile):
-    """Slopes dS and probabilities of a tile, 0 where nothing is visible and, of probabilities, where they are dropped."""
+    """Gradients dS and probabilities of a tile, 0 where a key is hidden and, of probabilities, where it is dropped."""
     multiply_scaled(engine, element, queries, keys, p.rows, call.q.size, tile.q_scale, tile.k_scale, tile.s)
     multiply_scaled(
         engine, element, gradients, values, p.rows, call.v.size, tile.do_scale, tile.v_scale, tile.products

@@ -325,7 +325,10 @@ def attention_backward(
             dk[to] = _add(dk[to], gradients.of_dk, part.problem.q)
             dv[to] = _add(dv[to], gradients.of_dv, rows)
         dk, dv = ref.narrow(dk * numbers.scale, q.dtype), ref.narrow(dv * numbers.kept, q.dtype)
-    dsinks = None if inputs.sinks is None else _sink_gradient(np.asarray(inputs.sinks), lse, delta)
+    dsinks = None
+    if inputs.sinks is not None:  # rows behind the last sequence belong to none
+        end = q.shape[2] if inputs.cu_seqlens is None else int(inputs.cu_seqlens[0][-1])
+        dsinks = _sink_gradient(np.asarray(inputs.sinks), lse[:, :, :end], delta[:, :, :end])
     return AttentionGradients(dq, dk, dv, None, dsinks)
 
 
