@@ -6,7 +6,15 @@ from typing import Any
 from isograd.core.descriptor import KernelSku, Operand
 from isograd.core.registry import register_kernel
 from isograd.devices.cuda import TritonKernel, architecture
-from isograd.flash_attention.plans import OPERATIONS, dtypes_of, family_sku
+from isograd.flash_attention.plans import (
+    OPERATIONS,
+    ORDER_FREE_DTYPES,
+    ORDER_FREE_OPERATIONS,
+    dtypes_of,
+    family_sku,
+    order_free_refusal,
+    order_free_sku,
+)
 
 _ROWS = frozenset({"q", "k", "v", "o", "do", "dq", "dk", "dv"})
 
@@ -79,6 +87,26 @@ class HopperAttention(TritonAttention):
         return gluon_launch
 
 
+class OrderFreeAttention(TritonAttention):
+    """The forward and the backward pass with the bits of every machine: rule 23 of `docs/arithmetic.md`."""
+
+    name = "order_free"
+
+    def sku(self, descriptor: Any) -> KernelSku:
+        """The kernel's identity."""
+        return order_free_sku(descriptor, self.backend, architecture())
+
+    def reject(self, descriptor: Any) -> str | None:
+        """Say what is missing on this machine, or why it cannot serve a problem."""
+        return super().reject(descriptor) or order_free_refusal(descriptor)
+
+    def launchers(self) -> Any:
+        """The module that launches the kernels."""
+        from isograd.flash_attention.order_free import triton_launch
+
+        return triton_launch
+
+
 # Before Triton's, which take what these do not: a choice by the descriptor alone, the same forward and backward.
 for _operation in ("attention", "attention_backward"):
     for _dtype in ("float16", "bfloat16"):
@@ -87,3 +115,8 @@ for _operation in ("attention", "attention_backward"):
 for _operation in OPERATIONS:
     for _dtype in dtypes_of("cuda"):
         register_kernel(_operation, "cuda", _dtype, TritonAttention())
+
+# By preference only.
+for _operation in ORDER_FREE_OPERATIONS:
+    for _dtype in ORDER_FREE_DTYPES:
+        register_kernel(_operation, "cuda", _dtype, OrderFreeAttention())

@@ -153,7 +153,7 @@ def forward(d: AttentionDescriptor, a: Arguments, config: ForwardTiles | None = 
     packed = p.sequences is not None
     rows = (64, tile.keys, tile.keys, 64)
     blocks = tuple([_block(t, n, packed) for t, n in zip((q, k, v, o), rows, strict=True)])
-    triton_launch.check_starts(p, d.operation, x)
+    triton_launch.note_starts(p, d.operation, x)
     _forward(p, blocks, sinks.dtype, tile, processors(q))(q, k, v, o, lse, x.q_starts, x.k_starts, sinks)
     outputs.done()
     if lse is not a["lse"]:
@@ -177,7 +177,7 @@ def backward(d: Any, a: Arguments, config: BackwardTiles | None = None) -> None:
     p, outputs, x = problem_of(d, a["q"]), Outputs(a), extras(a)
     do, q, k, v, o = (_input(a[name]) for name in ("do", "q", "k", "v", "o"))
     dq, dk, dv = outputs["dq"], outputs["dk"], outputs["dv"]
-    triton_launch.check_starts(p, d.operation, x)
+    triton_launch.note_starts(p, d.operation, x)
     bounds = rows_launch.fill_bounds(p, k, v, x)
     rows = rows_launch.fill_rows(p, o, do, a["lse"], a.get("dlse"), x, bounds)
     integers = torch.zeros(d.q_shape, dtype=torch.int32, device=q.device)

@@ -26,7 +26,7 @@ from isograd.flash_attention.triton_problem import (
 from isograd.flash_attention.triton_rows_launch import delta, fill_rows
 from isograd.reduction import cuda as reduction
 
-__all__ = ["backward", "check_starts", "delta", "fill_dsinks", "forward"]
+__all__ = ["backward", "delta", "fill_dsinks", "forward", "note_starts"]
 
 
 @kept
@@ -34,7 +34,7 @@ def _starts(sequences: int, tokens: int, code: int) -> Launcher:
     return Launcher(triton_gradients.check_starts, Specification((sequences, tokens, code, 1024), 1))
 
 
-def check_starts(p: Problem, operation: str, x: Extras) -> None:
+def note_starts(p: Problem, operation: str, x: Extras) -> None:
     """Note starts of sequences that are not in order."""
     if p.sequences is not None:
         for name, starts, tokens in (("cu_seqlens_q", x.q_starts, p.lq), ("cu_seqlens_k", x.k_starts, p.lk)):
@@ -66,7 +66,7 @@ def forward(d: AttentionDescriptor, a: Arguments, config: tiles.Tile | None = No
     tile = config or tiles.forward(p.head_dim, p.v_dim, p.dtype.itemsize, p.architecture)
     strides = (*(row_strides(t) for t in (q, k, v, o)), x.bias_strides, x.mask_strides)
     launcher = _forward(p, strides, (x.bias.dtype, sinks.dtype), tile)
-    check_starts(p, d.operation, x)
+    note_starts(p, d.operation, x)
     launcher(q, k, v, o, lse, *x[:6], sinks, numbers=seed_words(d.options))
     outputs.done()
     if lse is not a["lse"]:
@@ -135,7 +135,7 @@ def backward(d: Any, a: Arguments, config: tiles.BackwardTiles | None = None) ->
     do, q, k, v, o = (readable(a[name]) for name in ("do", "q", "k", "v", "o"))
     dq, dk, dv = outputs["dq"], outputs["dk"], outputs["dv"]
     over_keys, over_queries = config or tiles.backward(p.head_dim, p.v_dim, p.dtype.itemsize, p.architecture)
-    check_starts(p, d.operation, x)
+    note_starts(p, d.operation, x)
     rows = fill_rows(p, o, do, a["lse"], a.get("dlse"), x)
     numbers, inputs, extra = (
         seed_words(d.options),

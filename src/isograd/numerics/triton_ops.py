@@ -43,6 +43,7 @@ _NORMAL_LOW, _NORMAL_HIGH = (_f32(v) for v in c.SHORT_NORMAL)
 _FLOOR_32, _FLOOR_64 = _f32(c.EXP_FLOOR_32), _f64(c.EXP_FLOOR_64)
 _DIRECT_32, _DIRECT_64 = _f32(c.EXP_DIRECT_32), _f64(c.EXP_DIRECT_64)
 _CEIL_32, _CEIL_64 = _f32(c.EXP_CEIL_32), _f64(c.EXP_CEIL_64)
+_EXPM1_FLOOR = _f32(c.EXPM1_FLOOR)
 _G0, _G1, _G2, _G3 = (_f32(v) for v in c.LOG_POLY_32)
 _H0, _H1, _H2, _H3, _H4, _H5, _H6, _H7 = (_f64(v) for v in c.LOG_POLY_64)
 _SQRT_HALF_BITS_32, _SQRT_HALF_BITS_64 = tl.constexpr(c.SQRT_HALF_BITS_32), tl.constexpr(c.SQRT_HALF_BITS_64)
@@ -350,6 +351,17 @@ def exp_short_any(x):
     return tl.where(x == x, tl.where(t < _NORMAL_LOW, 0.0, e), x)
 
 
+@triton.jit
+def expm1_below(d):
+    """exp(d) - 1 for binary32 d <= 0, relative error at most 1.5 u."""
+    s, t, z = exp_parts_32(tl.where(d > _EXPM1_FLOOR, d, _EXPM1_FLOOR))
+    scale = pow2_32(z - MAGIC_BITS_32)
+    b = s * scale
+    y = b - 1.0
+    y = y + ((b - (y + 1.0)) + t * scale)
+    return tl.where(d == d, y, d)
+
+
 # --- the logarithm (rule 6) ------------------------------------------------------------------------------------------
 @triton.jit
 def log_core(f, k, low):
@@ -388,6 +400,14 @@ def split_exponent(x):
 
 
 @triton.jit
+def log_pair_32(x):
+    """The logarithm of a positive finite binary32 x as an unevaluated pair."""
+    small = x < _TINY_32
+    f, k = split_exponent(tl.where(small, x * 4294967296.0, x))
+    return log_core(f, tl.where(small, k - 32.0, k), tl.zeros_like(x))
+
+
+@triton.jit
 def log(x):
     """The natural logarithm, at most 1.05 ulp off; log(0) = -inf, NaN below 0."""
     if x.dtype == tl.float64:
@@ -395,9 +415,7 @@ def log(x):
         f, k = split_exponent(tl.where(small, x * 18446744073709551616.0, x))
         y, _ = log_core(f, tl.where(small, k - 64.0, k), tl.zeros_like(x))
     else:
-        small = x < _TINY_32
-        f, k = split_exponent(tl.where(small, x * 4294967296.0, x))
-        y, _ = log_core(f, tl.where(small, k - 32.0, k), tl.zeros_like(x))
+        y, _ = log_pair_32(x)
     y = tl.where(x < float("inf"), y, x)
     y = tl.where(x == 0.0, float("-inf"), y)
     return tl.where(x >= 0.0, y, float("nan"))

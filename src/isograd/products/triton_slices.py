@@ -25,8 +25,8 @@ _INFINITY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def _exponent(key):
-    """The exponent of an element from the bits of its magnitude."""
+def exponent_of(key):
+    """The exponent of an element from the bits of its magnitude; int16.ZERO where it has none."""
     small = key < 0x00800000
     bits = tl.where(small, ops.as_int(ops.as_float(key) * 18446744073709551616.0), key)
     found = ((bits + _CARRY) >> 23) - tl.where(small, 190, 126)
@@ -63,14 +63,14 @@ def _greatest(top, most, x, shift, SIGN: tl.constexpr):
     if SIGN == 0:
         top = tl.maximum(top, tl.where(key < _INFINITY, key, 0))
     else:
-        e = _exponent(key)
+        e = exponent_of(key)
         top = tl.maximum(top, tl.where(e == _ZERO, e, e + shift))
     return top, most
 
 
 @triton.jit
 def _word(top, most, SIGN: tl.constexpr):
-    e = _exponent(top) if SIGN == 0 else top
+    e = exponent_of(top) if SIGN == 0 else top
     return e * 4 + tl.where(most > _INFINITY, 2, tl.where(most == _INFINITY, 1, 0))
 
 
@@ -89,7 +89,7 @@ def _settled(word):
 
 
 @triton.jit
-def _digits(x, exponent, shift):
+def digits_of(x, exponent, shift):
     """The high and the low digit of each integer."""
     # Beyond 252 only a zero has a place, and below -252 nothing is left.
     power = tl.minimum(tl.maximum(15 - exponent + shift, -252), 252)
@@ -104,7 +104,7 @@ def _digits(x, exponent, shift):
 @triton.jit
 def _store(digits_ptr, x, line, inside, k, word, shift, blocks):
     width = wide_int(blocks) * DEPTH
-    high, low = _digits(x, word >> 2, shift)
+    high, low = digits_of(x, word >> 2, shift)
     at = digits_ptr + line * (2 * width) + k
     inside = inside & (k < width)
     tl.store(at, high, mask=inside)

@@ -1,0 +1,113 @@
+"""Order-free attention in Triton without a GPU: the reference's bits in its interpreter, and compilation for GPUs."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("triton", reason="needs triton")
+
+import triton_targets  # noqa: E402
+from choices import alongside, exhaustive, quick_first  # noqa: E402
+from triton_targets import resources  # noqa: E402
+
+from isograd.flash_attention import triton_problem as problem  # noqa: E402
+from isograd.flash_attention.descriptors import AttentionBackwardDescriptor  # noqa: E402
+from isograd.flash_attention.options import AttentionOptions  # noqa: E402
+from isograd.flash_attention.order_free import triton_launch as launch  # noqa: E402
+from isograd.reduction import cuda as reduction  # noqa: E402
+
+SCRIPT = Path(__file__).parent / "interpreted_order_free.py"
+SUITES = {"options": 11, "shapes": 27, "packed": 21, "strides": 2, "special": 29}
+KERNELS = {
+    "cut_queries",
+    "cut_keys",
+    "order_free_forward",
+    "cut_queries_twice",
+    "cut_keys_twice",
+    "order_free_backward_keys",
+    "order_free_backward_queries",
+}
+QUICK = ("options", "strides")
+
+
+@pytest.mark.parametrize("exhaustive", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["few", "all"])
+@pytest.mark.parametrize("suite", quick_first(SUITES, QUICK))
+def test_interpreter_returns_the_bits_of_the_reference(interpret: Any, suite: str, exhaustive: bool) -> None:
+    found, which = interpret(SCRIPT, *alongside(suite, SUITES, QUICK), exhaustive=exhaustive)
+    assert suite in found, which
+    cases, wrong = found[suite]
+    assert cases >= SUITES[suite]
+    assert wrong == 0, which
+
+
+# --- compilation -----------------------------------------------------------------------------------------------------
+def calls(dtype: str, head_dim: int, options: AttentionOptions, **extra: Any) -> Callable[[], None]:
+    """Forward and backward of a problem whose sizes are multiples of 16."""
+    batch = 1 if "sequences" in extra else 2
+    sizes = (batch, 4, 4, 2048, 4096, head_dim, extra.pop("v_dim", head_dim))
+    descriptor = AttentionBackwardDescriptor(*sizes, dtype, options, **extra).validated()
+    arguments = {}
+    for operand in descriptor.operands():
+        of = {"bool": torch.bool, "int32": torch.int32, "float32": torch.float32}
+        arguments[operand.name] = torch.empty(operand.shape, dtype=of.get(operand.dtype, getattr(torch, dtype)))
+
+    def run() -> None:
+        launch.forward(descriptor, arguments)
+        launch.backward(descriptor, arguments)
+
+    return run
+
+
+def kernels_of(target: str, call: Callable[[], Any]) -> dict[str, Any]:
+    """What a call launches, compiled for a target, by the kernels' names; nothing runs."""
+    return triton_targets.kernels_of(target, call, problem, reduction)
+
+
+# Shared memory of a program, where the least of an architecture's GPUs counts (8.6 and 8.9 have less than 8.0).
+_SHARED = {"sm_80": 99 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("target", "head_dim"),
+    [("sm_80", 128), ("sm_90", 128), ("gfx942", 128), *(exhaustive(t, d) for t in _SHARED for d in (64, 256))],
+)
+def test_kernels_compile_and_fit_shared_memory(target: str, head_dim: int) -> None:
+    found = kernels_of(target, calls("bfloat16", head_dim, AttentionOptions(causal=True)))
+    assert found.keys() == KERNELS
+    for name, kernel in found.items():
+        assert resources(kernel)["shared"] <= _SHARED[target], name
+        if target == "sm_90" and name.startswith("order_free"):
+            text = kernel.asm["ptx"]
+            assert "wgmma.mma_async.sync.aligned.m64n" in text, name
+            assert "s32.s8.s8" in text, name
+            # Weights go from the accumulators of one product to the operand of the next one in their registers.
+            assert text.count("ld.shared") <= 128, name
+            assert "cp.async.bulk.tensor" in text, name
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("target", ["sm_90", *(exhaustive(t) for t in ("sm_80", "gfx942"))])
+def test_every_option_compiles(target: str) -> None:
+    shape = (2, 4, 2048, 4096)
+    options = AttentionOptions(causal=True, window=(100, None), softcap=30.0, dropout_p=0.1, alignment="upper_left")
+    extra: dict[str, Any] = {"mask_shape": (2, 1, 1, 4096), "segments": True, "dlse": True}
+    extra |= {"bias_shape": shape, "bias_dtype": "float32", "sinks_dtype": "float16", "dsinks": True}
+    found = kernels_of(target, calls("float16", 64, options, v_dim=128, **extra))
+    assert found.keys() >= {*KERNELS, "sink_terms"}
+    packed = AttentionOptions(causal=True)
+    found = kernels_of(target, calls("bfloat16", 128, packed, v_dim=64, sequences=3, sinks_dtype="float32"))
+    assert found.keys() == {*KERNELS, "check_starts"}
+
+
+def test_tiles_divide_the_blocks() -> None:
+    for head_dim in range(16, 257, 8):
+        descriptor = AttentionBackwardDescriptor(1, 1, 1, 256, 256, head_dim, 16, "bfloat16").validated()
+        given = problem.problem_of(descriptor, torch.empty(1, dtype=torch.bfloat16))
+        for architecture in (0, 80, 90, 100):
+            p = given._replace(architecture=architecture)
+            for tile in (launch.forward_tile(p), *launch.backward_tiles(p)):
+                assert problem.PAD % tile.rows == 0
