@@ -1,10 +1,11 @@
 """Attention on a GPU beside torch's flash and cuDNN backends, in one run; what each kernel's tiles cost.
 
-    python benchmarks/attention_cuda.py [--out NAME] [--quick] [--explore] [--memory]
+    python benchmarks/attention_cuda.py [--out NAME] [--quick] [--explore] [--order-free] [--memory]
 
 Values are checked against binary64 first. TFLOP/s count the two products of the forward pass, 4 B H Lq Lk D, and 2.5
 times that for the backward pass, half of both with a causal mask; times are medians of device events in rotated order.
---explore times candidates for the tiles of every kernel instead; --memory shows what 131,072 queries and keys need.
+--explore times candidates for the tiles of every kernel instead, --order-free those of the order-free kernels; --memory
+shows what 131,072 queries and keys need.
 --out NAME writes NAME.json and, of a comparison, NAME.png.
 """
 
@@ -31,6 +32,7 @@ from isograd.flash_attention import triton_launch as launch
 from isograd.flash_attention import triton_tiles as tiles
 from isograd.flash_attention.descriptors import AttentionBackwardDescriptor
 from isograd.flash_attention.options import AttentionOptions
+from isograd.flash_attention.order_free import triton_launch as order_free
 
 TOKENS = 32_768
 HEADS = {64: 32, 128: 16}
@@ -68,6 +70,12 @@ class Case:
 
     def backward(self, config: tiles.BackwardTiles | None = None) -> None:
         launch.backward(self.descriptor, self.arguments, config)
+
+    def order_free_forward(self, tile: order_free.Tile | None = None) -> None:
+        order_free.forward(self.descriptor, self.arguments, tile)
+
+    def order_free_backward(self, config: order_free.BackwardTiles | None = None) -> None:
+        order_free.backward(self.descriptor, self.arguments, config)
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
@@ -133,8 +141,8 @@ def torch_calls(case: Case, backend: Any, strict: bool) -> tuple[Call, Call]:
 
 def calls_of(case: Case) -> tuple[dict[str, Call], dict[str, Call]]:
     """Everybody's forward and backward passes."""
-    forward: dict[str, Call] = {"isograd, Triton": case.forward}
-    backward: dict[str, Call] = {"isograd, Triton": case.backward}
+    forward: dict[str, Call] = {"isograd, Triton": case.forward, "isograd, order-free": case.order_free_forward}
+    backward: dict[str, Call] = {"isograd, Triton": case.backward, "isograd, order-free": case.order_free_backward}
     if torch.cuda.get_device_capability() == (9, 0):
         from isograd.flash_attention import gluon_launch as hopper
 
@@ -253,13 +261,30 @@ def candidates(case: Case) -> dict[tuple[str, Any], Call]:
     return calls
 
 
-def explore(problems: list[Problem], rounds: int) -> list[dict[str, Any]]:
+# (rows, warps, stages) of the order-free kernels.
+ORDER_FREE = [(64, 4, 1), (64, 4, 2), (128, 8, 1), (128, 8, 2), (64, 8, 1)]
+
+
+def order_free_candidates(case: Case) -> dict[tuple[str, Any], Call]:
+    """The launch of every order-free kernel with every tile, and of what cuts the operands."""
+    calls: dict[tuple[str, Any], Call] = {}
+    for tile in map(order_free.Tile._make, ORDER_FREE):
+        both = order_free.BackwardTiles(tile, tile)
+        _found(calls, "forward", tile, "order_free_forward", lambda t=tile: case.order_free_forward(t))
+        for what, kernel in (("keys", "order_free_backward_keys"), ("queries", "order_free_backward_queries")):
+            _found(calls, what, tile, kernel, lambda b=both: case.order_free_backward(b))
+    for call in (case.order_free_forward, case.order_free_backward):
+        calls |= {(name, None): run for name, run in recorded(call).items() if name.startswith("cut")}
+    return calls
+
+
+def explore(problems: list[Problem], rounds: int, find: Callable[[Case], Any] = candidates) -> list[dict[str, Any]]:
     """Time candidates for each kernel's tiles."""
     results = []
     with Progress(console=console) as progress:
         task = progress.add_task("tiles", total=len(problems))
         for problem in problems:
-            calls = candidates(Case(*problem))
+            calls = find(Case(*problem))
             names = {f"{what} {tile}": (what, tile) for what, tile in calls}
             times = device_times.measure({name: calls[key] for name, key in names.items()}, rounds, 0.0)
             table = Table("kernel", "tile", "ms", "TFLOP/s", title=str(problem))
@@ -298,6 +323,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--explore", action="store_true")
+    parser.add_argument("--order-free", action="store_true")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--head-dim", type=int, choices=(64, 128))
     arguments = parser.parse_args()
@@ -311,9 +337,10 @@ def main() -> None:
     if arguments.memory:
         document["memory"] = memory()
         console.print(document["memory"])
-    elif arguments.explore:
+    elif arguments.explore or arguments.order_free:
         long = [p for p in problems if p[1] == 8192]
-        document["tiles"] = explore(long if arguments.quick else problems, rounds)
+        find = order_free_candidates if arguments.order_free else candidates
+        document["tiles"] = explore(long if arguments.quick else problems, rounds, find)
     else:
         document["results"] = compare(problems, rounds)
     if arguments.out:

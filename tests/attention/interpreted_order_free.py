@@ -30,26 +30,32 @@ GRADIENTS = ("dq", "dk", "dv", "dsinks")
 SMALL = launch.Tile(64, 4, 1)
 
 
-def compute(case: Case, change: Any = lambda t: t, tile: launch.Tile | None = SMALL) -> dict[str, Any]:
-    """o, lse and the gradients as arrays; `change` gives the rows other strides."""
+def compute(
+    case: Case, change: Any = lambda t: t, tile: launch.Tile | None = SMALL, behind: slice = slice(0)
+) -> dict[str, Any]:
+    """o, lse and the gradients as arrays; `change` gives the rows other strides; o and lse are 5 in rows `behind`."""
     descriptor: Any = replace(described(case), dbias=False)
     given = {name: change(to_torch(x)) for name, x in case.arrays.items()}
     given |= {name: to_torch(x) for name, x in case.extra.items()}
     given |= {"o": change(torch.full_like(given["do"], 7)), "lse": torch.full(descriptor.lse_shape, 7.0)}
     launch.forward(descriptor, given, tile)
+    forward = {name: to_numpy(given[name].clone()) for name in ("o", "lse")}
+    given["o"][:, :, behind] = given["lse"][:, :, behind] = 5
     for name in ("q", "k", "v", "sinks"):
         if name in given:
             given["d" + name] = change(torch.full_like(given[name], 7)) if name in "qkv" else given[name] * 0 + 7
     launch.backward(descriptor, given, None if tile is None else launch.BackwardTiles(tile, tile))
-    return {name: to_numpy(given[name].contiguous()) for name in ("o", "lse", *GRADIENTS) if name in given}
+    return forward | {name: to_numpy(given[name].contiguous()) for name in GRADIENTS if name in given}
 
 
-def right(case: Case, got: dict[str, Any]) -> bool:
-    """Whether every result has the bits of the reference."""
+def right(case: Case, got: dict[str, Any], behind: slice = slice(0)) -> bool:
+    """Whether every result has the bits of the reference; the backward pass saw 5 in rows `behind` of o and lse."""
     a, lse = case.arrays, case.extra.get("dlse")
     q, k, v, do = (a[name] for name in ("q", "k", "v", "do"))
     o, sums = reference.attention(q, k, v, case.options, case.inputs)
-    gradients = reference.attention_backward(do, q, k, v, got["o"], got["lse"], case.options, case.inputs, lse)
+    seen = {name: got[name].copy() for name in ("o", "lse")}
+    seen["o"][:, :, behind] = seen["lse"][:, :, behind] = 5
+    gradients = reference.attention_backward(do, q, k, v, *seen.values(), case.options, case.inputs, lse)
     wanted = {"o": o, "lse": sums, "dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
     if gradients.dsinks is not None:
         wanted["dsinks"] = gradients.dsinks
@@ -88,12 +94,12 @@ def packed() -> Iterator[tuple[str, bool]]:
     """Packed sequences, with rows beyond the last one, and each of them alone."""
     ends = {"cu_seqlens_q": [0, 70, 70, 75, 200], "cu_seqlens_k": [0, 130, 140, 140, 300]}
     starts = {name: np.array(x, np.int32) for name, x in ends.items()}
-    for option in ("none", "causal", "upper left", "window", "dropout"):
+    for option in ("none", "causal", "upper left", "window", "dropout", "negative scale"):
         s = Shape(1, 2, 2, 210, 310)
         case = Case(arrays(s, "bfloat16"), OPTIONS[option], starts | {"sinks": extras(s, "bfloat16")["sinks"]["sinks"]})
-        got = compute(case)
-        yield f"{option}", right(case, got)
-        if option == "dropout":
+        got = compute(case, behind=slice(200, None))
+        yield f"{option}", right(case, got, slice(200, None))
+        if option in ("dropout", "negative scale"):
             continue
         parts = zip(starts["cu_seqlens_q"], starts["cu_seqlens_q"][1:], starts["cu_seqlens_k"], strict=False)
         for n, (first, end, k_first) in enumerate(parts):

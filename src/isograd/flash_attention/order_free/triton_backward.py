@@ -346,6 +346,8 @@ def order_free_backward_queries(
                 mask_base, mask_strides, q_segment, k_segments_ptr + zb * k_tokens, z * heads + h, seed_low, seed_high,
                 threshold, BD, BDV, LEFT, RIGHT, SOFTCAP, BIAS, MASK, SEGMENTS, DROPOUT, part != 1, BM, STAGES,
             )  # fmt: skip
+    if PACKED:
+        scale = tl.where(z < sequences, scale, 0.0)  # rows behind the last sequence are +0 for any scale
     dq = tl.where(bad[:, None] > 0, float("nan"), dq * scale)
     dq_rows = masks.tile_rows(dq_ptr, masks.offset(zb, h, q_first, dq_strides), lq, dq_strides[2], D, BM, BD)
     dq_rows.store([first, 0], ops.narrow(dq, dq_ptr.dtype.element_ty, False))

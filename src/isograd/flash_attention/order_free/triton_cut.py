@@ -198,8 +198,10 @@ def sink_terms(
     numbers_ptr, lse_ptr, sinks_ptr, terms_ptr, starts_ptr, blocks, heads, length, sequences, pitch, count,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """RN(-exp(RN(sink - lse)) D) of all rows [heads, length]."""
-    tokens = wide_int(length)
+    """RN(-exp(RN(sink - lse)) D) of all rows [heads, length], 0 of rows behind the last sequence."""
+    tokens, end = wide_int(length), wide_int(length)
+    if PACKED:
+        end = masks.rows_of_sequence(starts_ptr, sequences, sequences, length)[0]
     head, _, h, start, row, length, slot = _block(starts_ptr, blocks, heads, length, sequences, PACKED)
     if row >= length:
         return
@@ -210,4 +212,5 @@ def sink_terms(
     delta = tl.load(numbers_ptr + wide_int(count) + head * pitch + slot + here)
     far = tl.where(lse == float("-inf"), float("inf"), lse)
     share = ops.exp(tl.load(sinks_ptr + h).to(tl.float32) - far)
-    tl.store(terms_ptr + at, ops.negate(share) * delta, mask=inside)
+    term = tl.where(start + here < end, ops.negate(share) * delta, 0.0)
+    tl.store(terms_ptr + at, term, mask=inside)
