@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 triton = pytest.importorskip("triton", reason="needs triton")
 
 import gluon_emulation as emulation  # noqa: E402
-from choices import exhaustive  # noqa: E402
+from choices import exhaustive, thorough  # noqa: E402
 from triton_targets import kernels_of, resources  # noqa: E402
 
 from isograd.core import registry  # noqa: E402
@@ -64,6 +64,9 @@ PROBLEMS: dict[str, Case] = {
     "head dimension 80": Case((1, 2, 1, 130, 180, 80), "bfloat16", CAUSAL),
     "everything": Case((1, 4, 2, 223, 335, 96), "float16", EVERYTHING, ENDS, "float16"),
 }
+# The rest in thorough runs: each takes seconds.
+THOROUGH = ("upper left", "packed, upper left", "narrow window", "right window", "softcap", "head dimension 80")
+EACH = [thorough(name) if name in THOROUGH else name for name in PROBLEMS]
 
 
 def described(
@@ -201,7 +204,7 @@ def plain(d: Any, a: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", EACH)
 def test_emulated_kernels(name: str, seeds: list[int]) -> None:
     """Within the stated bound, and FlashAttention's rule: at most twice a plain computation's error, or three times."""
     d = described(*PROBLEMS[name])
@@ -235,7 +238,7 @@ def test_emulated_kernels(name: str, seeds: list[int]) -> None:
         assert error <= factor * least + 1e-5 * np.abs(exact[n]).max(), n
 
 
-@pytest.mark.parametrize("name", ["packed", "everything"])
+@pytest.mark.parametrize("name", ["everything", thorough("packed")])
 def test_sequences_have_the_bits_that_they_have_alone(name: str, seeds: list[int]) -> None:
     """Packed among others that are full of NaN, which no row of theirs may read or write."""
     case = PROBLEMS[name]
