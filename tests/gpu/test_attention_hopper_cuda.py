@@ -18,7 +18,7 @@ from attention_bounds import FEW_KEYS, check_bound, to_numpy  # noqa: E402
 
 import isograd  # noqa: E402
 import isograd.torch as igt  # noqa: E402
-from isograd.flash_attention import reference  # noqa: E402
+from isograd.flash_attention import gluon_launch, reference  # noqa: E402
 from isograd.flash_attention.descriptors import AttentionBackwardDescriptor, AttentionDescriptor  # noqa: E402
 from isograd.flash_attention.options import AttentionOptions  # noqa: E402
 from isograd.flash_attention.plans import AttentionBackwardPlan, AttentionPlan  # noqa: E402
@@ -48,7 +48,7 @@ class Variant(NamedTuple):
 
 
 LEFT = AttentionOptions(causal=True, window=(150, None))
-VARIANTS = {
+_VARIANTS = {
     "packed": Variant(128, "bfloat16", CAUSAL, packed=True),
     "packed, full": Variant(64, "float16", FULL, packed=True),
     "window": Variant(128, "bfloat16", LEFT),
@@ -60,6 +60,16 @@ VARIANTS = {
     "everything": Variant(112, "bfloat16", replace(LEFT, softcap=20.0), "bfloat16", True),
     "everything, 64": Variant(64, "float16", replace(LEFT, softcap=20.0), "float32", True),
 }
+
+
+def served(v: Variant) -> bool:
+    """Whether the kernels take it; tests/attention/test_attention_gluon.py says what they have to take."""
+    sizes = (1, 4, 2, 450, 600, v.head_dim, v.head_dim, v.dtype, v.options)
+    descriptor = AttentionDescriptor(*sizes, sequences=8 if v.packed else None, sinks_dtype=v.sinks)
+    return gluon_launch.supports(descriptor.validated()) is None
+
+
+VARIANTS = {name: variant for name, variant in _VARIANTS.items() if served(variant)}
 # Lengths of packed sequences, of q and of k: short, ends of tiles, without rows, without keys; some rows are left over.
 LENGTHS = ((1, 127, 0, 128, 129, 40, 450, 64), (1, 130, 70, 128, 257, 0, 450, 500))
 LEFT_OVER = 37

@@ -18,7 +18,8 @@ from isograd.flash_attention.descriptors import AttentionDescriptor
 from isograd.flash_attention.triton_problem import Arguments, Outputs, Problem, extras, problem_of
 
 # What the kernels take, in both directions: head dimensions, and options besides causal and full attention. What is
-# struck out here goes to Triton's kernels.
+# struck out here goes to Triton's kernels. Without packed sequences these may not be tried before Triton's: a sequence
+# would have other bits among others than alone.
 HEAD_DIMS = (64, 80, 96, 112, 128)
 OPTIONS = ("packed sequences", "a window", "a softcap", "sinks")
 TILE_KEYS = 128  # of the backward pass
