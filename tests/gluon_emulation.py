@@ -179,6 +179,8 @@ def _arithmetic(text: str, values: list[Any]) -> Any:
         dtype = BFLOAT16 if "bf16x2" in text else FLOAT16
         low, high = (np.asarray(v).astype(dtype).view(np.uint16).astype(np.uint32) for v in values)
         return _tensor((high << 16 | low).view(np.int32))
+    if text.startswith("rcp.approx.ftz.f32"):
+        return _tensor(1 / np.asarray(values[0]))
     if text.startswith("cvt.rni.s32.f32"):
         x = np.nan_to_num(np.rint(np.asarray(values[0]).astype(np.float64)), nan=0.0)
         return _tensor(np.clip(x, -(2**31), 2**31 - 1).astype(np.int32))
