@@ -12,6 +12,7 @@ from torch import nn
 
 import isograd as ig
 import isograd.torch as igt
+from isograd.errors import UnsupportedError
 from isograd.torch.broadcasting import add
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -337,6 +338,46 @@ def test_attention_by_products_packed_and_in_torchs_spelling():
         assert torch.equal(F.scaled_dot_product_attention(q, k, v, is_causal=True), o)
     assert torch.equal(igt.attention(q, k, v, causal=True, precision="int16"), o)
     assert igt.attention(q[:, :0], k[:, :0], v[:, :0], precision="int16").shape == (1, 0, 12, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_attention_in_16_bits_is_the_kernel_of_any_order(dtype):
+    q, k, v = (
+        random(2, heads, 140, 16, seed=i).to(dtype).detach().requires_grad_() for i, heads in enumerate((4, 2, 2))
+    )
+    sinks = random(4, seed=3).detach().requires_grad_()
+    dy, dlse = random(2, 4, 140, 16, seed=9, grad=False).to(dtype), random(2, 4, 140, seed=10, grad=False)
+    options = {"causal": True, "window": (130, 0), "softcap": 5.0, "dropout_p": 0.2, "seed": 3}
+    o, lse = igt.attention(q, k, v, sinks=sinks, return_lse=True, precision="int16", **options)
+    found = [o, lse, *torch.autograd.grad((o, lse), (q, k, v, sinks), (dy, dlse))]
+    arrays = [t.detach() for t in (q, k, v)]
+    right = ig.attention(*arrays, sinks=sinks.detach(), return_lse=True, preference="order_free", **options)
+    gradients = ig.attention_backward(
+        dy, *arrays, *right, sinks=sinks.detach(), dlse=dlse, preference="order_free", **options
+    )
+    right = [*right, *(getattr(gradients, name) for name in ("dq", "dk", "dv", "dsinks"))]
+    assert same(found, right)
+
+
+def test_attention_in_16_bits_everywhere_it_is_taken():
+    q, k, v = (random(1, 2, 12, 16, seed=i).bfloat16() for i in range(3))
+    o = igt.attention(q, k, v, causal=True, precision="int16")
+    assert torch.equal(ig.attention(*(t.detach() for t in (q, k, v)), causal=True, preference="order_free"), o)
+    with igt.use(products="int16"):
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v, is_causal=True), o)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(igt.attention(q.float(), k.float(), v.float(), causal=True, precision="int16"), o)
+    mapped = torch.vmap(lambda *rows: igt.attention(*rows, causal=True, precision="int16"))
+    assert torch.equal(mapped(*(t[None] for t in (q, k, v)))[0], o)
+    compiled = torch.compile(lambda *rows: igt.attention(*rows, causal=True, precision="int16"), backend="aot_eager")
+    assert torch.equal(compiled(q, k, v), o)
+    # With a bias, whose gradient the kernel has not, all scores at once.
+    bias = torch.zeros(12, 12)
+    dense = igt.attention(q, k, v, bias=bias, causal=True, precision="int16")
+    wide = igt.attention(q.float(), k.float(), v.float(), bias=bias, causal=True, precision="int16")
+    assert torch.equal(dense, wide.bfloat16())
+    with pytest.raises(UnsupportedError, match="return_lse is True"):
+        igt.attention(q, k, v, bias=bias, precision="int16", return_lse=True)
 
 
 @pytest.mark.parametrize("precision", ["int16", None])

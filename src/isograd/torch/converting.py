@@ -183,8 +183,8 @@ def convert(model: Module, *, products: Products | None = None) -> Conversion:
 
     products: "int16" replaces products as well, by those of `isograd.torch.linear` with that precision: Linear and
     transformers' Conv1D (biases' gradients are order-free sums then), those of routers, experts and the layers of
-    nn.Transformer; attention is `isograd.torch.attention` with precision="int16", all scores at once. So no sum of such
-    a model depends on an order, forward or backward. Modules of float64 keep torch's products, and isograd's attention
+    nn.Transformer; attention is `isograd.torch.attention` with precision="int16". So no sum of such a model depends on
+    what computes it, forward or backward. Modules of float64 keep torch's products, and isograd's attention
     without them.
 
     Experts wait for the GPU once a call, for the numbers of their rows, and multiply one after the other. Without

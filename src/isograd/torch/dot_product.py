@@ -56,6 +56,14 @@ def _checked_head_dims(name: str, **rows: Tensor) -> None:
         )
 
 
+def _served(q: Tensor, bias: Tensor | None) -> bool:
+    """Whether the kernels for any order compute attention of "int16"; they have no gradient of a bias."""
+    dtype = q.dtype
+    if torch.is_autocast_enabled(q.device.type) and dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(q.device.type)
+    return bias is None and dtype in (torch.float16, torch.bfloat16)
+
+
 def _attend(
     name: str,
     q: Tensor,
@@ -65,9 +73,9 @@ def _attend(
     *extra: Tensor | None,
     precision: Precision | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The operator on [B, H, L, D]; extra: its tensors from bias to seed. By products there is no lse."""
+    """The operator on [B, H, L, D]; extra: its tensors from bias to seed. By products of whole rows there is no lse."""
     head_dim, v_dim = q.shape[-1], v.shape[-1]
-    if precision is not None:
+    if precision is not None and not _served(q, extra[0]):
         return attention_products.attend(name, Operands(q, k, v, *extra), options.validated(name, head_dim)), None
     padded_q = _padded(q)
     window: tuple[int | None, ...] = (None, None) if options.window is None else options.window
@@ -80,7 +88,7 @@ def _attend(
     left, right = window
     o, lse = ATTENTION(
         *(padded_q, _padded(k), _padded(v), *extra, options.causal, options.alignment, left, right),
-        *(scale, options.softcap, options.dropout_p),
+        *(scale, options.softcap, options.dropout_p, None if precision is None else "order_free"),
     )
     return (o if o.shape[-1] == v_dim else o[..., :v_dim]), lse
 
@@ -202,11 +210,13 @@ def attention(
     `isograd.attention_backward`. Second ones, and forward mode, hold all scores at once and are written with torch's
     own operations; they are differentiable again. Under vmap every member is what it would be alone.
 
-    precision: "int16" computes scores and results by the order-free products of `igt.matmul` and the softmax of
-    `igt.softmax`, gradients too, with the same bits on every machine that has those: all scores at once, in float32,
-    so memory and time grow with the square of the length. An element of a row is rounded beside the largest one of its
-    column of v, hidden keys included. What lies between the products are torch's elementwise operations, which a
-    rounding mode of the caller's reaches. Not for float64, nor with return_lse.
+    precision: "int16" has the same bits on every machine, gradients too. In float16 and bfloat16 without a bias it is
+    the kernel `order_free` of `isograd.attention`, which holds blocks of 128 keys; a GPU needs those that `igt.matmul`
+    needs. Else, not for float64 nor with return_lse, it computes scores and results by the order-free products of
+    `igt.matmul` and the softmax of `igt.softmax`: all scores at once, in float32, so memory and time grow with the
+    square of the length. There an element of a row is rounded beside the largest one of its column of v, hidden keys
+    included, and what lies between the products are torch's elementwise operations, which a rounding mode of the
+    caller's reaches.
     """
     name = "attention"
     enter(name)
@@ -216,8 +226,10 @@ def attention(
     q, k, v = (problem.rows(name, argument, x, layout) for argument, x in (("q", q), ("k", k), ("v", v)))
     _checked_head_dims(name, q=q, k=k, v=v)
     _checked_precision(name, precision, q, k, v)
-    if precision is not None and return_lse:
-        raise UnsupportedError(f"{name}: return_lse is True with precision {precision!r}; accepted: False")
+    if precision is not None and return_lse and not _served(q, bias):
+        raise UnsupportedError(
+            f"{name}: return_lse is True with precision {precision!r}; accepted with float16 and bfloat16 and no bias"
+        )
     if bias is not None:
         require_dense(name, bias, "bias")
     if sinks is not None:

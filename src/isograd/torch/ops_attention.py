@@ -3,14 +3,14 @@
     attention(Tensor q, Tensor k, Tensor v, Tensor? bias=None, Tensor? mask=None, Tensor? q_segment_ids=None,
               Tensor? k_segment_ids=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? sinks=None,
               Tensor? seed=None, bool causal=False, str alignment="lower_right", SymInt? left=None, SymInt? right=None,
-              float? scale=None, float softcap=0.0, float dropout_p=0.0) -> (Tensor, Tensor)
+              float? scale=None, float softcap=0.0, float dropout_p=0.0, str? preference=None) -> (Tensor, Tensor)
     attention_backward(Tensor do, Tensor? dlse, Tensor o, Tensor lse, bool dbias, bool dsinks, ...the same)
               -> (Tensor, Tensor, Tensor, Tensor, Tensor)
 
 They take [B, H, L, D] in any strides; o, dq, dk and dv lie in memory as q, q, k and v do, heads outside or inside the
 length. (left, right) is the window. The seed is an int64 tensor without axes on the CPU, so that it is drawn from
-torch's generator like any other random number and read without waiting for a GPU. The gradients of bias and sinks are
-empty where they are not asked for. Second derivatives are those of `attention_dense`.
+torch's generator like any other random number and read without waiting for a GPU. preference: the name of a kernel. The
+gradients of bias and sinks are empty where they are not asked for. Second derivatives are those of `attention_dense`.
 """
 
 import functools
@@ -66,6 +66,7 @@ class Call(NamedTuple):
     scale: float | None = None
     softcap: float = 0.0
     dropout_p: float = 0.0
+    preference: str | None = None
 
     @property
     def tensors(self) -> Operands:
@@ -199,7 +200,7 @@ def _require(operation: str, call: Call, *, known: bool = False) -> AttentionOpt
                 f"{DIM_STEP}"
             )
     checked: Any = _known_options if known else _options
-    options: AttentionOptions = checked(operation, x.q.shape[3], *call[_TENSORS:])
+    options: AttentionOptions = checked(operation, x.q.shape[3], *call[_TENSORS:-1])
     if options.dropout_p and (x.seed is None or x.seed.dtype is not torch.int64 or x.seed.dim()):
         raise InvalidProblemError(f"{operation}: dropout_p is {options.dropout_p} without a seed; expected an integer")
     return options
@@ -225,9 +226,10 @@ def _seed(seed: Tensor | None) -> int:
 
 
 def _run(
-    plan_type: type[Plan], operation: str, x: Operands, options: AttentionOptions, wanted: Saved, **operands: Tensor
+    plan_type: type[Plan], operation: str, call: Call, options: AttentionOptions, wanted: Saved, **operands: Tensor
 ) -> None:
     """Run the plan for checked operands; `wanted` are the last fields of its descriptor."""
+    x = call.tensors
     batch, heads, q_length, head_dim = x.q.shape
     sizes = (batch, heads, x.k.shape[1], q_length, x.k.shape[2], head_dim, x.v.shape[3], NAMES[x.q.dtype])
     fields = (
@@ -240,12 +242,12 @@ def _run(
     )
     operands |= _inputs(operation, x)
     if not options.dropout_p:
-        run(plan_type, x.q.device, (*sizes, options, *fields), **operands)
+        run(plan_type, x.q.device, (*sizes, options, *fields), call.preference, **operands)
         return
     # Not through the cache of plans: a seed that changes with every call would fill it.
     options = replace(options, seed=_seed(x.seed))
     descriptor: Any = plan_type.descriptor_type
-    launch(plan_type.select(descriptor(*sizes, options, *fields), x.q.device.type), **operands)
+    launch(plan_type.select(descriptor(*sizes, options, *fields), x.q.device.type, call.preference), **operands)
 
 
 def _inputs(operation: str, x: Operands) -> dict[str, Tensor]:
@@ -268,7 +270,7 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     options = _require(name, call, known=True)
     x = call.tensors
     o, lse = _results(x)
-    _run(AttentionPlan, name, x, options, (), o=o, lse=lse)
+    _run(AttentionPlan, name, call, options, (), o=o, lse=lse)
     return o, lse
 
 
@@ -326,7 +328,7 @@ def _backward(*args: Any) -> Gradients:
         if wanted:
             operands[argument] = result
     flags = (given.dlse is not None, given.dbias, given.dsinks)
-    _run(AttentionBackwardPlan, name, x, options, flags, **operands)
+    _run(AttentionBackwardPlan, name, call, options, flags, **operands)
     return results
 
 
@@ -347,7 +349,7 @@ def _directions(values: tuple[Any, ...]) -> Tangents:
 
 
 def _node_options(node: Any, x: Operands) -> AttentionOptions:
-    return _options("attention", x.q.shape[3], *node.options)
+    return _options("attention", x.q.shape[3], *node.options[:-1])
 
 
 def _save_forward(node: Any, inputs: Saved, output: tuple[Tensor, Tensor]) -> Saved:
@@ -456,7 +458,7 @@ _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias=None, Tensor? mask=None, Tensor? q_segment_ids=None, "
     "Tensor? k_segment_ids=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? sinks=None, "
     'Tensor? seed=None, bool causal=False, str alignment="lower_right", SymInt? left=None, SymInt? right=None, '
-    "float? scale=None, float softcap=0.0, float dropout_p=0.0"
+    "float? scale=None, float softcap=0.0, float dropout_p=0.0, str? preference=None"
 )
 ATTENTION: define.Operator = define.operator(
     f"attention({_ARGUMENTS}) -> (Tensor, Tensor)",

@@ -191,14 +191,16 @@ def usable_index(operation: str, name: str, tensor: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def _selected(plan_type: Any, device: str, generation: int, *fields: Any) -> Plan:
-    plan: Plan = plan_type.select(plan_type.descriptor_type(*fields), device)
+def _selected(plan_type: Any, device: str, preference: str | None, generation: int, *fields: Any) -> Plan:
+    plan: Plan = plan_type.select(plan_type.descriptor_type(*fields), device, preference)
     return plan
 
 
-def run(plan_type: Any, device: torch.device, fields: tuple[Any, ...], **operands: Tensor) -> None:
+def run(
+    plan_type: Any, device: torch.device, fields: tuple[Any, ...], preference: str | None = None, **operands: Tensor
+) -> None:
     """Run the plan for a descriptor's fields on operands that were made for it: nothing is left to check."""
-    launch(_selected(plan_type, device.type, registry.generation(), *fields), **operands)
+    launch(_selected(plan_type, device.type, preference, registry.generation(), *fields), **operands)
 
 
 def launch(plan: Plan, **operands: Tensor) -> None:
