@@ -1,11 +1,11 @@
-"""A training step of a Llama whose linear layers are order-free, beside torch's own, in one run.
+"""A training step of a Llama whose bits are those of every machine, beside torch's own, in one run.
 
     python benchmarks/llama_step.py [--device cuda] [--quick] [--json FILE]
 
 transformers' Llama, hidden size 4,096, 4 layers, 8 x 2,048 tokens, bfloat16, AdamW of torch: the step of an unmodified
-model; with norms, gated activations, embedding, loss and attention of isograd; and with its linear layers as well, by
-the products of 16-bit integers. Attention is isograd's flash kernel in both, whose bits are those of one kind of
-machine. Milliseconds are medians of whole steps, each of which is waited for.
+model; with norms, gated activations, embedding, loss and attention of isograd; with its linear layers as well, by the
+products of 16-bit integers; and with attention by such products, which before is isograd's flash kernel, whose bits are
+those of one kind of machine. Milliseconds are medians of whole steps, each of which is waited for.
 """
 
 import argparse
@@ -40,6 +40,9 @@ def build(sizes: dict[str, int], device: str, kind: str) -> tuple[Any, Any]:
     model = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="sdpa")).to(device, torch.bfloat16).train()
     if kind == "torch":
         return model, contextlib.nullcontext()
+    if kind == "order-free products and attention":
+        igt.convert(model, products="int16")
+        return model, igt.use(products="int16")
     igt.convert(model)
     if kind == "order-free products":
         for module in [m for m in model.modules() if isinstance(m, nn.Linear)]:
@@ -74,7 +77,7 @@ def main() -> None:
     args = parser.parse_args()
     sizes, shape, rounds = (SMALL, (2, 32), 3) if args.quick else (LARGE, (8, 2048), 9)
     found: dict[str, dict[str, float]] = {}
-    for kind in ("torch", "isograd, torch's products", "order-free products"):
+    for kind in ("torch", "isograd, torch's products", "order-free products", "order-free products and attention"):
         if args.device == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -91,7 +94,7 @@ def main() -> None:
         peak = torch.cuda.max_memory_allocated() / 1e9 if args.device == "cuda" else 0.0
         found[kind] = {"ms": statistics.median(times) * 1e3, "first_s": first, "peak_gb": peak}
         ratio = found[kind]["ms"] / found["torch"]["ms"]
-        print(f"{kind:28s} {found[kind]['ms']:9.1f} ms, {ratio:.2f} of torch's; first {first:.1f} s; {peak:.1f} GB")
+        print(f"{kind:33s} {found[kind]['ms']:9.1f} ms, {ratio:.2f} of torch's; first {first:.1f} s; {peak:.1f} GB")
         del step
     if args.json:
         args.json.write_text(json.dumps({"environment": environment(), "steps": found}, indent=1) + "\n")
