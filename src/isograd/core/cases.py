@@ -59,8 +59,9 @@ class Suite:
 
     plan, descriptor: what runs it; `descriptor(case, dtype)`. reference: its definition, bit for bit, called with a
     case's inputs and options; a tuple where there are several results; None, or a function that returns None, where no
-    kernel promises bits. oracle: the same formula in the widest float, None for a result that is compared by its bits alone. cases: the inputs in a
-    dtype. changes: for an invariance, what must not change a bit. dtypes: the types it is registered for.
+    kernel promises bits. oracle: the same formula in the widest float, None for a result that is compared by its bits
+    alone. cases: the inputs in a dtype. changes: for an invariance, what must not change a bit. dtypes: the types it is
+    registered for.
     """
 
     plan: type[Plan]

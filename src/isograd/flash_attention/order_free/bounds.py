@@ -113,6 +113,8 @@ def _scores(q: Floats, k: Floats, v: Floats, options: AttentionOptions, inputs: 
         bias = np.abs(np.asarray(inputs.bias).astype(np.float64))
         error = error + 2 * _U * np.where(np.isfinite(bias), bias, 0)
     top = np.max(d.scores, axis=-1, initial=-np.inf)
+    if inputs.sinks is not None:
+        top = np.maximum(top, np.asarray(inputs.sinks).astype(np.float64)[:, None])
     # A score that is held at -2^21 weighs nothing beside one that is not.
     error = np.where(seen & (scores * _LOG2E > -REACH), error, 0)
     held = (top > -np.inf) & ((top + 1) * _LOG2E > REACH) | ((top - 1000) * _LOG2E < -REACH) & (top > -np.inf)
@@ -145,6 +147,7 @@ def _dense_forward(s: _Scores, inputs: Inputs, dtype: str) -> tuple[Floats, Floa
     of_o = np.where(there[..., None], of_o + _half_ulp(o, dtype), 0)
     lse = np.where(there, np.abs(s.d.lse), 0)
     of_lse = np.where(there, of_l + 3 * _U * (1 + lse), 0)
+    of_o = _bounded(of_o, s.seen @ np.abs(s.d.v), "float32")  # before the division by l
     return _bounded(of_o, kept * sizes, dtype), _bounded(of_lse, lse, "float32")
 
 
@@ -187,7 +190,7 @@ def _dense_backward(
     rows = (np.abs(o * do).sum(axis=-1) + dlse)[..., None]
     size = p * (dp + rows)
     error = np.where(p > 0, p * of_p, 0) * (dp + rows) + p * (1 + of_p) * (of_dp + 4 * _U * rows + 2 * _U * dp)
-    error = np.where(dp + rows > LARGEST["float32"] / 2, np.inf, error)
+    error = np.where(np.maximum(p, 1) * (dp + rows) > LARGEST["float32"] / 2, np.inf, error)
     error = np.where(s.seen, error + 3 * _U * size + _TINY * (1 + dp + rows), 0)
     if s.options.softcap:
         error = error * np.abs(d.slope) + size * (2 * s.error / s.options.softcap + 8 * _U)

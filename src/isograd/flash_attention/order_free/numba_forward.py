@@ -77,10 +77,14 @@ class Forward(NamedTuple):
 
 # --- scores ----------------------------------------------------------------------------------------------------------
 @device_function
-def _held(t):
-    t = _NAN if t == _INFINITY else t
+def _within_reach(t):
     t = _REACH if t > _REACH else t
     return -_REACH if t < -_REACH else t
+
+
+@device_function
+def _held(t):
+    return _within_reach(_NAN if t == _INFINITY else t)
 
 
 @device_function
@@ -206,7 +210,7 @@ def _begin(call, head, top, sums, bad, rows):
     if sink != sink or sink == _INFINITY:
         wild = np.int32(1)
     elif sink != -_INFINITY:
-        t = _held(sink * _LOG2E)
+        t = _within_reach(sink * _LOG2E)
         m_ = above(t + _MARGIN)
         m, k, _ = exp2_parts(t)
         l_ = _F(_scaled_integer(m, k - m_ + _F(22))) * _F(2.0**-22)
