@@ -1,7 +1,6 @@
 # mypy: ignore-errors
 """tanh on the CPU over a range of a contiguous array; silu and both forms of gelu of blocks; see `reference.py`."""
 
-import math
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from isograd.elementwise.numba_kernels import silu_slope, silu_value
 from isograd.elementwise.reference import GELU_CLAMP, GELU_TANH_32, GELU_TANH_64
 from isograd.numerics import constants as c
 from isograd.numerics import numba_ops as ops
-from isograd.numerics.numba_functions import expm1_below, normal_tail
+from isograd.numerics.numba_functions import normal_tail, tanh_value
 from isograd.numerics.numba_memory import (
     BLOCK,
     load,
@@ -27,23 +26,6 @@ from isograd.numerics.numba_memory import (
 from isograd.runtime.numba_compile import INLINED, device_function, kernel
 
 FORMS = {"silu": 0, "none": 1, "tanh": 2}
-
-
-def tanh_value(x: Any) -> Any:
-    """The hyperbolic tangent."""
-    raise NotImplementedError
-
-
-@overload(tanh_value, jit_options=INLINED)
-def _tanh_value(x):
-    of = np.float32 if x == types.float32 else np.float64
-    two = of(2)
-
-    def value(x):
-        e = expm1_below(abs(x) * -two)
-        return math.copysign(-e / (two + e), x)
-
-    return value
 
 
 @device_function

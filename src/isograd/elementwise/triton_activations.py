@@ -99,14 +99,6 @@ def gelu_slope(x):
 
 
 @triton.jit
-def tanh_32(x):
-    """The hyperbolic tangent of binary32."""
-    e = ops.expm1_below(tl.abs(x) * -2.0)
-    size = ops.as_int(ops.divide(ops.negate(e), 2.0 + e)) & 0x7FFFFFFF
-    return ops.as_float(size | (ops.as_int(x) & -0x80000000))
-
-
-@triton.jit
 def _tanh_parts(x):
     """(a, z, d, w) of the tanh form."""
     clamp = _number(x, _GELU_CLAMP, _GELU_CLAMP)

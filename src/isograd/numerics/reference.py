@@ -268,6 +268,14 @@ def expm1_below(d: Floats) -> Floats:
     return np.asarray(np.where(np.isnan(d), of(np.nan), y))
 
 
+def tanh(x: Floats) -> Floats:
+    """The hyperbolic tangent in the work type, at most 3.5 u of it off."""
+    of = x.dtype.type
+    with np.errstate(all="ignore"):
+        e = expm1_below(np.abs(x) * of(-2))
+        return np.asarray(np.copysign(-e / (of(2) + e), x))
+
+
 def normal_tail(a: Floats) -> tuple[Floats, Floats]:
     """(E, R) with E = exp(-a^2 / 2) and E * R the normal distribution's share below -a, for 0 <= a <= normal_reach."""
     form = FORMATS[a.dtype]

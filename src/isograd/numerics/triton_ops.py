@@ -362,6 +362,14 @@ def expm1_below(d):
     return tl.where(d == d, y, d)
 
 
+@triton.jit
+def tanh_32(x):
+    """The hyperbolic tangent of binary32."""
+    e = expm1_below(tl.abs(x) * -2.0)
+    size = as_int(divide(negate(e), 2.0 + e)) & 0x7FFFFFFF
+    return as_float(size | (as_int(x) & -0x80000000))
+
+
 # --- the logarithm (rule 6) ------------------------------------------------------------------------------------------
 @triton.jit
 def log_core(f, k, low):

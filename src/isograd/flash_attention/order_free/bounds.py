@@ -199,9 +199,10 @@ def _dense_backward(
     m, n = p.shape[-1], _blocks(p.shape[-2]) * (p.shape[1] // heads if heads else 1)
     of_weights = np.where(s.seen, np.where(p > 0, p * of_p, 0) + _TINY, 0)
     of_dq, in_dq = _sum(size, error, d.k, _blocks(m))
-    of_dk, in_dk = (dense.grouped(x, heads) for x in _sum(*(np.swapaxes(x, 2, 3) for x in (size, error)), d.q, n))
-    turned = [np.swapaxes((keep > 0) * x, 2, 3) for x in (p, of_weights)]
-    of_dv, in_dv = (dense.grouped(kept * x, heads) for x in _sum(*turned, do, n))
+    by_keys = _sum(np.swapaxes(size, 2, 3), np.swapaxes(error, 2, 3), d.q, n)
+    of_dk, in_dk = (dense.grouped(x, heads) for x in by_keys)
+    shares, of_shares = (np.swapaxes((keep > 0) * x, 2, 3) for x in (p, of_weights))
+    of_dv, in_dv = (dense.grouped(kept * x, heads) for x in _sum(shares, of_shares, do, n))
 
     off = _off(np.float32(scale), scale) + 2 * _U
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isograd.elementwise.numba_activations import tanh_value
 from isograd.flash_attention.numba_kernels import find_problem
 from isograd.flash_attention.numba_product import advance
 from isograd.flash_attention.numba_rows import BFLOAT16, HALF, Rows, padded, store_rows
@@ -29,6 +28,7 @@ from isograd.flash_attention.order_free.numba_tiles import (
 from isograd.flash_attention.order_free.reference import MARGIN, REACH
 from isograd.numerics import constants as c_
 from isograd.numerics.numba_dot import tile_lanes
+from isograd.numerics.numba_functions import tanh_value
 from isograd.numerics.numba_memory import keep, load, pointer, store
 from isograd.numerics.numba_ops import as_int, fma, from_key, log_core_32, max_key, pow2_32, split_32, two_sum
 from isograd.numerics.numba_storage import widen

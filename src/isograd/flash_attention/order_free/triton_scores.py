@@ -9,7 +9,6 @@ time. `careful` says that they may: then a score is held within its reach, +inf 
 import triton
 import triton.language as tl
 
-from isograd.elementwise.triton_activations import tanh_32
 from isograd.flash_attention import triton_masks as masks
 from isograd.numerics import triton_ops as ops
 
@@ -45,7 +44,7 @@ def scores(
     t = total.to(tl.float32) * factor
     slope = t
     if SOFTCAP:
-        h = tanh_32(t)
+        h = ops.tanh_32(t)
         t, slope = h * cap, tl.fma(ops.negate(h), h, 1.0)
     if BIAS or MASK:
         inside = (i < lq) & (j < lk)
