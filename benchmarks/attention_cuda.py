@@ -262,7 +262,7 @@ def candidates(case: Case) -> dict[tuple[str, Any], Call]:
 
 
 # (rows, warps, stages) of the order-free kernels.
-ORDER_FREE = [(64, 4, 1), (64, 4, 2), (128, 8, 1), (128, 8, 2), (64, 8, 1)]
+ORDER_FREE = [(64, 4, 1), (64, 4, 2), (128, 8, 1), (128, 8, 2), (64, 8, 1), (64, 8, 2)]
 
 
 def order_free_candidates(case: Case) -> dict[tuple[str, Any], Call]:
@@ -273,6 +273,9 @@ def order_free_candidates(case: Case) -> dict[tuple[str, Any], Call]:
         _found(calls, "forward", tile, "order_free_forward", lambda t=tile: case.order_free_forward(t))
         for what, kernel in (("keys", "order_free_backward_keys"), ("queries", "order_free_backward_queries")):
             _found(calls, what, tile, kernel, lambda b=both: case.order_free_backward(b))
+        turns = both._replace(turns=2)
+        name = "order_free_backward_keys"
+        _found(calls, "keys, two turns", tile, name, lambda b=turns: case.order_free_backward(b))
     for call in (case.order_free_forward, case.order_free_backward):
         calls |= {(name, None): run for name, run in recorded(call).items() if name.startswith("cut")}
     return calls
@@ -290,7 +293,7 @@ def explore(problems: list[Problem], rounds: int, find: Callable[[Case], Any] = 
             table = Table("kernel", "tile", "ms", "TFLOP/s", title=str(problem))
             for name, ms in sorted(times.items(), key=lambda item: (names[item[0]][0], item[1])):
                 what, tile = names[name]
-                products = {"forward": 2, "keys": 4, "queries": 3}.get(what, 0)
+                products = {"forward": 2, "keys": 4, "keys, two turns": 4, "queries": 3}.get(what, 0)
                 rate = teraflops(problem, ms, False) * products / 2
                 shown = str(tuple(tile)) if tile else ""
                 table.add_row(what, shown, f"{ms:.3f}", f"{rate:.0f}" if rate else "")

@@ -44,7 +44,8 @@ def compute(
     for name in ("q", "k", "v", "sinks"):
         if name in given:
             given["d" + name] = change(torch.full_like(given[name], 7)) if name in "qkv" else given[name] * 0 + 7
-    launch.backward(descriptor, given, None if tile is None else launch.BackwardTiles(tile, tile))
+    tiles = None if tile is None else launch.BackwardTiles(tile, tile, 1 if tile is SMALL else 2)
+    launch.backward(descriptor, given, tiles)
     return forward | {name: to_numpy(given[name].contiguous()) for name in GRADIENTS if name in given}
 
 

@@ -61,9 +61,9 @@ def _query_half(
     seed_low, seed_high, threshold, careful,
     BD: tl.constexpr, BDV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     BIAS: tl.constexpr, MASK: tl.constexpr, SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, PARTIAL: tl.constexpr,
-    BN: tl.constexpr,
+    BN: tl.constexpr, VALUES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Weights of do in dv and of q in dk [BN, 64], of 64 queries."""
+    """Weights of do in dv (VALUES) and of q in dk (KEYS) [BN, 64], of 64 queries."""
     here = row + tl.arange(0, HALF)
     i = here[None, :]
     at = numbers_ptr + here
@@ -78,19 +78,22 @@ def _query_half(
         k_segment, careful, LEFT, RIGHT, SOFTCAP, BIAS, MASK, SEGMENTS, PARTIAL,
     )  # fmt: skip
     p = _probabilities(t, tl.load(at)[None, :], careful)
-    keep = at
     of_do = tl.load(at + 3 * count)
-    of_dv = p * of_do[None, :]
+    raw, keep, of_dv, of_dk = (at + 4 * count)[None, :], at, p, p
+    hides: tl.constexpr = PARTIAL or MASK or SEGMENTS
     if DROPOUT:
         keep = tl.trans(masks.kept(row, first, number, seed_low, seed_high, threshold, HALF, BN))
-        of_dv = tl.where(keep, of_dv, 0.0)
-    total = integers.exact(v_high, v_low, do_rows.load([slot + row, 0]).T, do_rows.load([slot + row, BDV]).T)
-    g = total.to(tl.float32) * ((of_do * inverse)[None, :] * of_v[:, None])
-    s = _gradient(p, g, tl.load(at + count)[None, :], slope, keep, SOFTCAP, DROPOUT)
-    of_dk = s * of_q[None, :]
-    raw = (at + 4 * count)[None, :]
-    hides: tl.constexpr = PARTIAL or MASK or SEGMENTS
-    return _visible(of_dv, t, raw, careful, hides), _visible(of_dk, t, raw, careful, hides)
+    if VALUES:
+        of_dv = p * of_do[None, :]
+        if DROPOUT:
+            of_dv = tl.where(keep, of_dv, 0.0)
+        of_dv = _visible(of_dv, t, raw, careful, hides)
+    if KEYS:
+        total = integers.exact(v_high, v_low, do_rows.load([slot + row, 0]).T, do_rows.load([slot + row, BDV]).T)
+        g = total.to(tl.float32) * ((of_do * inverse)[None, :] * of_v[:, None])
+        s = _gradient(p, g, tl.load(at + count)[None, :], slope, keep, SOFTCAP, DROPOUT)
+        of_dk = _visible(s * of_q[None, :], t, raw, careful, hides)
+    return of_dv, of_dk
 
 
 @triton.jit
@@ -100,9 +103,9 @@ def _key_steps(
     bias_base, bias_strides, mask_base, mask_strides, q_segments_ptr, k_segment, number, seed_low, seed_high, threshold,
     BD: tl.constexpr, BDV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     BIAS: tl.constexpr, MASK: tl.constexpr, SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, PARTIAL: tl.constexpr,
-    BN: tl.constexpr, STAGES: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr, VALUES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Go over blocks of queries. Tiles are transposed: their rows are keys."""
+    """Go over blocks of queries, for dv (VALUES) and dk (KEYS). Tiles are transposed: their rows are keys."""
     j = (first + tl.arange(0, BN))[:, None]
     for n in tl.range(begin, end, num_stages=STAGES):
         row = n * BLOCK
@@ -113,22 +116,24 @@ def _key_steps(
             k_high, k_low, v_high, v_low, q_rows, do_rows, numbers_ptr, count, of_k, of_v, factor, inverse, row, slot,
             j, lq, lk, left, right, cap, bias_base, bias_strides, mask_base, mask_strides, q_segments_ptr, k_segment,
             first, number, seed_low, seed_high, threshold, careful, BD, BDV, LEFT, RIGHT, SOFTCAP, BIAS, MASK, SEGMENTS,
-            DROPOUT, PARTIAL, BN,
+            DROPOUT, PARTIAL, BN, VALUES, KEYS,
         )  # fmt: skip
         of_dv1, of_dk1 = _query_half(
             k_high, k_low, v_high, v_low, q_rows, do_rows, numbers_ptr, count, of_k, of_v, factor, inverse, row + HALF,
             slot, j, lq, lk, left, right, cap, bias_base, bias_strides, mask_base, mask_strides, q_segments_ptr,
             k_segment, first, number, seed_low, seed_high, threshold, careful, BD, BDV, LEFT, RIGHT, SOFTCAP, BIAS,
-            MASK, SEGMENTS, DROPOUT, PARTIAL, BN,
+            MASK, SEGMENTS, DROPOUT, PARTIAL, BN, VALUES, KEYS,
         )  # fmt: skip
-        high, low, exponent, bad = integers.weights(of_dv0, of_dv1, BN)
-        dv_bad |= bad.to(tl.int32)
-        y = integers.exact(high, low, do_columns.load([0, slot + row]).T, do_columns.load([BDV, slot + row]).T)
-        dv = tl.fma(y.to(tl.float32), integers.power(exponent - 20)[:, None], dv)
-        high, low, exponent, bad = integers.weights(of_dk0, of_dk1, BN)
-        dk_bad |= bad.to(tl.int32)
-        y = integers.exact(high, low, q_columns.load([0, slot + row]).T, q_columns.load([BD, slot + row]).T)
-        dk = tl.fma(y.to(tl.float32), integers.power(exponent - 20)[:, None], dk)
+        if VALUES:
+            high, low, exponent, bad = integers.weights(of_dv0, of_dv1, BN)
+            dv_bad |= bad.to(tl.int32)
+            y = integers.exact(high, low, do_columns.load([0, slot + row]).T, do_columns.load([BDV, slot + row]).T)
+            dv = tl.fma(y.to(tl.float32), integers.power(exponent - 20)[:, None], dv)
+        if KEYS:
+            high, low, exponent, bad = integers.weights(of_dk0, of_dk1, BN)
+            dk_bad |= bad.to(tl.int32)
+            y = integers.exact(high, low, q_columns.load([0, slot + row]).T, q_columns.load([BD, slot + row]).T)
+            dk = tl.fma(y.to(tl.float32), integers.power(exponent - 20)[:, None], dk)
     return dk, dv, dk_bad, dv_bad
 
 
@@ -149,8 +154,12 @@ def order_free_backward_keys(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, LOWER_RIGHT: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr,
     SEGMENTS: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    TURNS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of dk and dv, summed over the query heads that share it; arguments as in `order_free_forward`."""
+    """A tile of dk and dv, summed over the query heads that share it; arguments as in `order_free_forward`.
+
+    TURNS: 1, or 2 where the scores are computed once for dv and once more for dk.
+    """
     kv_heads = heads // group
     tile, h, z = masks.place(tiles, kv_heads, batch, together, False)
     q_tokens, k_tokens = wide_int(lq), wide_int(lk)
@@ -192,33 +201,37 @@ def order_free_backward_keys(
     if not LEFT:
         full_end = end
     edges = (begin, full, full_end, end)
-    for member in range(group):
-        hq = h * group + member
-        q_at = (zb * heads + hq) * q_pitch
-        q_rows = masks.tile_rows(q_digits_ptr, q_at * (2 * BD), q_pitch, 2 * BD, 2 * BD, HALF, BD)
-        q_columns = _columns(q_digits_ptr, (count + q_at) * (2 * BD), q_pitch, BD)
-        do_at = count * (4 * BD) + q_at * (2 * BDV)
-        do_rows = masks.tile_rows(q_digits_ptr, do_at, q_pitch, 2 * BDV, 2 * BDV, HALF, BDV)
-        do_columns = _columns(q_digits_ptr, do_at + count * (2 * BDV), q_pitch, BDV)
-        bias_base = bias_ptr + zb * bias_strides[0] + hq.to(tl.int64) * bias_strides[1]
-        mask_base = mask_ptr + zb * mask_strides[0] + hq.to(tl.int64) * mask_strides[1]
-        for part in tl.static_range(3):
-            if LEFT or part < 2:
-                dk, dv, dk_bad, dv_bad = _key_steps(
-                    dk, dv, dk_bad, dv_bad, k_high, k_low, v_high, v_low, q_rows, do_rows, q_columns, do_columns,
-                    q_numbers_ptr + q_at + slot, q_numbers_ptr + 5 * count + (q_at + slot) // BLOCK, count, of_k, of_v,
-                    factor * integers.TINY, kept * integers.TINY, worst, reach, slot, first, edges[part],
-                    edges[part + 1], lq, lk, left, right, cap, bias_base, bias_strides, mask_base, mask_strides,
-                    q_segments_ptr + zb * q_tokens, k_segment, z * heads + hq, seed_low, seed_high, threshold, BD, BDV,
-                    LEFT, RIGHT, SOFTCAP, BIAS, MASK, SEGMENTS, DROPOUT, part != 1, BN, STAGES,
-                )  # fmt: skip
-    dk = tl.where(dk_bad[:, None] > 0, float("nan"), dk * scale)
-    dv = tl.where(dv_bad[:, None] > 0, float("nan"), dv * kept)
     dk_at, dv_at = masks.offset(zb, h, k_first, dk_strides), masks.offset(zb, h, k_first, dv_strides)
-    dk_rows = masks.tile_rows(dk_ptr, dk_at, lk, dk_strides[2], D, BN, BD)
-    dv_rows = masks.tile_rows(dv_ptr, dv_at, lk, dv_strides[2], DV, BN, BDV)
-    dk_rows.store([first, 0], ops.narrow(dk, dk_ptr.dtype.element_ty, False))
-    dv_rows.store([first, 0], ops.narrow(dv, dv_ptr.dtype.element_ty, False))
+    for turn in tl.static_range(TURNS):
+        for member in range(group):
+            hq = h * group + member
+            q_at = (zb * heads + hq) * q_pitch
+            q_rows = masks.tile_rows(q_digits_ptr, q_at * (2 * BD), q_pitch, 2 * BD, 2 * BD, HALF, BD)
+            q_columns = _columns(q_digits_ptr, (count + q_at) * (2 * BD), q_pitch, BD)
+            do_at = count * (4 * BD) + q_at * (2 * BDV)
+            do_rows = masks.tile_rows(q_digits_ptr, do_at, q_pitch, 2 * BDV, 2 * BDV, HALF, BDV)
+            do_columns = _columns(q_digits_ptr, do_at + count * (2 * BDV), q_pitch, BDV)
+            bias_base = bias_ptr + zb * bias_strides[0] + hq.to(tl.int64) * bias_strides[1]
+            mask_base = mask_ptr + zb * mask_strides[0] + hq.to(tl.int64) * mask_strides[1]
+            for part in tl.static_range(3):
+                if LEFT or part < 2:
+                    dk, dv, dk_bad, dv_bad = _key_steps(
+                        dk, dv, dk_bad, dv_bad, k_high, k_low, v_high, v_low, q_rows, do_rows, q_columns, do_columns,
+                        q_numbers_ptr + q_at + slot, q_numbers_ptr + 5 * count + (q_at + slot) // BLOCK, count, of_k,
+                        of_v, factor * integers.TINY, kept * integers.TINY, worst, reach, slot, first, edges[part],
+                        edges[part + 1], lq, lk, left, right, cap, bias_base, bias_strides, mask_base, mask_strides,
+                        q_segments_ptr + zb * q_tokens, k_segment, z * heads + hq, seed_low, seed_high, threshold, BD,
+                        BDV, LEFT, RIGHT, SOFTCAP, BIAS, MASK, SEGMENTS, DROPOUT, part != 1, BN, STAGES, turn == 0,
+                        turn == TURNS - 1,
+                    )  # fmt: skip
+        if turn == 0:
+            dv = tl.where(dv_bad[:, None] > 0, float("nan"), dv * kept)
+            dv_rows = masks.tile_rows(dv_ptr, dv_at, lk, dv_strides[2], DV, BN, BDV)
+            dv_rows.store([first, 0], ops.narrow(dv, dv_ptr.dtype.element_ty, False))
+        if turn == TURNS - 1:
+            dk = tl.where(dk_bad[:, None] > 0, float("nan"), dk * scale)
+            dk_rows = masks.tile_rows(dk_ptr, dk_at, lk, dk_strides[2], D, BN, BD)
+            dk_rows.store([first, 0], ops.narrow(dk, dk_ptr.dtype.element_ty, False))
 
 
 # --- over queries ----------------------------------------------------------------------------------------------------

@@ -39,10 +39,11 @@ class Tile(NamedTuple):
 
 
 class BackwardTiles(NamedTuple):
-    """The tiles of the kernel over keys and of the one over queries."""
+    """The tiles of the kernel over keys and of the one over queries; turns: 2 for dv first and then dk."""
 
     over_keys: Tile
     over_queries: Tile
+    turns: int = 1
 
 
 def forward_tile(p: Problem) -> Tile:
@@ -58,8 +59,9 @@ def backward_tiles(p: Problem) -> BackwardTiles:
     wide = max(_widths(p)[2:])
     if p.architecture < 90:
         return BackwardTiles(Tile(64, 4, 1), Tile(64, 4, 1))
-    stages = 2 if wide <= 64 else 1
-    return BackwardTiles(Tile(128, 8, stages), Tile(128, 8, stages))
+    # Two programs of four warps on a multiprocessor: one multiplies while the other one waits for its operands.
+    tile = Tile(128, 8, 2) if wide <= 64 else Tile(64, 4, 1)
+    return BackwardTiles(tile, tile)
 
 
 def _widths(p: Problem) -> tuple[int, int, int, int]:
@@ -186,14 +188,16 @@ def _cut_queries_twice(p: Problem, strides: tuple[Strides, ...], dlse: bool) -> 
 
 
 @kept
-def _over_keys(p: Problem, strides: tuple[Strides, ...], dtypes: tuple[torch.dtype, ...], tile: Tile) -> Launcher:
+def _over_keys(
+    p: Problem, strides: tuple[Strides, ...], dtypes: tuple[torch.dtype, ...], tile: Tile, turns: int
+) -> Launcher:
     heads, per_head = p.heads // p.groups, p.programs_of(p.lk, tile.rows)
     numbers, cap, reach = _numbers(p)
     pitches = (_queries(p).pitch, _keys(p).pitch)
     shape = (per_head, p.batch, p.heads, p.groups, p.lq, p.lk, *pitches, p.sequences or 0, p.together(p.lq, heads))
     values = (*_limits(p), float(numbers.factor), cap, reach, p.options.dropout_threshold)
     factors = (float(numbers.scale), float(numbers.kept))
-    fixed = (*_widths(p), *_flags(p), p.options.dropout_p > 0, tile.rows, tile.stages)
+    fixed = (*_widths(p), *_flags(p), p.options.dropout_p > 0, tile.rows, tile.stages, turns)
     specification = Specification(
         (*shape, *strides, *values, *factors, *fixed),
         per_head * heads * p.batch,
@@ -247,7 +251,8 @@ def backward(d: Any, a: Arguments, config: BackwardTiles | None = None) -> None:
     cut, more, dtypes = (q_digits, k_digits, q_numbers, k_numbers), (x.bias_strides, x.mask_strides), (x.bias.dtype,)
     numbers = seed_words(d.options)
     if k.numel() and p.heads:
-        launcher = _over_keys(p, (row_strides(dk), row_strides(dv), *more), (dk.dtype, *dtypes), tiles.over_keys)
+        strides = (row_strides(dk), row_strides(dv), *more)
+        launcher = _over_keys(p, strides, (dk.dtype, *dtypes), tiles.over_keys, tiles.turns)
         launcher(*cut, dk, dv, *x[:6], numbers=numbers)
     if q.numel():
         launcher = _over_queries(p, (row_strides(dq), *more), (dq.dtype, *dtypes), tiles.over_queries)
