@@ -75,7 +75,7 @@ class _Side(NamedTuple):
     heads: int
     length: int
     pitch: int
-    count: int
+    total: int
 
     @property
     def blocks(self) -> int:
@@ -104,13 +104,13 @@ def _numbers(p: Problem) -> tuple[reference.Numbers, float, float]:
 
 def _scratch(p: Problem, side: _Side, bytes_of_row: int, numbers: int, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Digits, and numbers with one more for each block."""
-    digits = torch.empty(side.count * bytes_of_row, dtype=torch.int8, device=like.device)
-    shape = side.count * numbers + side.count // PAD
+    digits = torch.empty(side.total * bytes_of_row, dtype=torch.int8, device=like.device)
+    shape = side.total * numbers + side.total // PAD
     return digits, torch.empty(shape, dtype=torch.float32, device=like.device)
 
 
 def _cut(p: Problem, side: _Side, kernel: Any, tail: tuple[Any, ...]) -> Launcher:
-    first = (side.blocks, side.heads, side.length, p.sequences or 0, side.pitch, side.count)
+    first = (side.blocks, side.heads, side.length, p.sequences or 0, side.pitch, side.total)
     programs = side.blocks * side.heads * p.batch
     return Launcher(kernel, Specification((*first, *tail), programs, _CUT_WARPS, free=_CUT_FREE))
 
@@ -244,8 +244,8 @@ def backward(d: Any, a: Arguments, config: BackwardTiles | None = None) -> None:
     q_digits, q_numbers = _scratch(p, _queries(p), 4 * bd + 4 * bdv, 5, q)
     k_digits, k_numbers = _scratch(p, _keys(p), 4 * bd + 2 * bdv, 2, q)
     if q.numel():
-        strides = (row_strides(q), row_strides(do), row_strides(o))
-        _cut_queries_twice(p, strides, "dlse" in a)(q, do, o, lse, dlse, q_digits, q_numbers, x.q_starts)
+        inputs = (row_strides(q), row_strides(do), row_strides(o))
+        _cut_queries_twice(p, inputs, "dlse" in a)(q, do, o, lse, dlse, q_digits, q_numbers, x.q_starts)
     if k.numel():
         _cut_keys(p, (row_strides(k), row_strides(v)), True)(k, v, k_digits, k_numbers, x.k_starts)
     cut, more, dtypes = (q_digits, k_digits, q_numbers, k_numbers), (x.bias_strides, x.mask_strides), (x.bias.dtype,)
