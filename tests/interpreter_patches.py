@@ -1,7 +1,7 @@
 """What the scripts that run under Triton's interpreter share.
 
-Exact versions of what it gets wrong: 3.6 does not fuse `tl.fma`, 3.9 truncates to bfloat16 and makes integers of some
-masks. Quicker versions of what it takes most of its time for. The report of suites.
+Exact versions of what it gets wrong: 3.6 does not fuse `tl.fma`, 3.8 makes constants of tensors, 3.9 truncates to
+bfloat16 and makes integers of some masks. Quicker versions of what it takes most of its time for. The report of suites.
 """
 
 import inspect
@@ -27,6 +27,7 @@ def report(suites: Mapping[str, Callable[[], Iterable[tuple[str, bool]]]]) -> No
     patch_fma()
     patch_cast()
     patch_masks()
+    patch_constants()
     patch_dot()
     patch_speed()
     for name in sys.argv[1:]:
@@ -90,6 +91,19 @@ def patch_masks() -> None:
             return original(self, *arguments[:place], mask, *arguments[place + 1 :], **rest)
 
         setattr(InterpreterBuilder, name, patched)
+
+
+def patch_constants() -> None:
+    """3.8 wraps the result of a constant and a tensor as a constant, which functions then refuse."""
+    for name in ("add", "sub", "mul", "truediv", "and", "or", "xor", "lt", "le", "gt", "ge", "eq", "ne"):
+        original = getattr(tl.constexpr, f"__{name}__")
+
+        def patched(self: Any, other: Any, original: Any = original) -> Any:
+            found = original(self, other)
+            value = getattr(found, "value", None)
+            return value if isinstance(value, tl.tensor) else found
+
+        setattr(tl.constexpr, f"__{name}__", patched)
 
 
 def patch_dot() -> None:
