@@ -144,7 +144,7 @@ def special() -> Iterator[tuple[str, bool]]:
         yield f"sink {sink}", right(case, compute(case))
     bias = np.zeros((1, 1, s.lq, s.lk), np.float32)
     bias[..., 3, :], bias[..., 7, 4], bias[..., 8, 4], bias[..., 9, :] = -math.inf, math.inf, math.nan, 1e30
-    bias[..., 10, 150:], bias[..., 11, :128] = -1e38, -math.inf
+    bias[..., 10, 150:], bias[..., 11, :128], bias[..., 12, :] = -1e38, -math.inf, np.finfo(np.float32).min
     case = Case(arrays(s, "bfloat16"), AttentionOptions(), {"bias": bias, "dlse": np.ones((1, 2, s.lq), np.float32)})
     yield "bias", right(case, compute(case))
 

@@ -202,7 +202,8 @@ def weigh(weights: Floats, rows: Rows, total: Floats, part: slice) -> Floats:
 
 def poisoned(weights: Floats, total: Floats) -> Floats:
     """NaN throughout a row where a weight is not finite."""
-    return np.where(np.isfinite(weights).all(axis=-1)[:, None], total, _F(np.nan))
+    whole: Any = np.isfinite(weights).all(axis=-1)
+    return np.where(whole[:, None], total, _F(np.nan))
 
 
 def _backward(p: Problem, do: Rows, lse: Floats, delta: Floats) -> Gradients:

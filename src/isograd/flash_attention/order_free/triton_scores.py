@@ -25,9 +25,9 @@ def is_careful(worst, other, reach):
 
 @triton.jit
 def _held(t):
-    """Scores within their reach, NaN for +inf as well and HIDDEN for -inf."""
+    """Scores within their reach, NaN for +inf as well."""
     held = tl.where(t > REACH, REACH, tl.where(t < -REACH, -REACH, t))
-    return tl.where(t == float("inf"), float("nan"), tl.where(t == float("-inf"), HIDDEN, held))
+    return tl.where(t == float("inf"), float("nan"), held)
 
 
 @triton.jit
@@ -50,9 +50,12 @@ def scores(
         inside = (i < lq) & (j < lk)
     if BIAS:
         at = bias_base + i.to(tl.int64) * bias_strides[2] + j.to(tl.int64) * bias_strides[3]
-        t = t + tl.load(at, mask=inside, other=0.0).to(tl.float32) * masks.LOG2E
+        bias = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        t = t + bias * masks.LOG2E
     if careful:
         t = _held(t)
+    if BIAS:
+        t = tl.where(bias == float("-inf"), HIDDEN, t)
     if MASK:
         at = mask_base + i.to(tl.int64) * mask_strides[2] + j.to(tl.int64) * mask_strides[3]
         t = tl.where(tl.load(at, mask=inside, other=0) != 0, t, HIDDEN)
