@@ -28,7 +28,7 @@ ATTENTION = {
     "q": (INTEGERS, X, None), "k": (X, Q.astype(np.float64)), "v": (X, Q[:, :, :1]),
     "window": ((-1, 2), 3), "alignment": ("left",), "scale": ("one",), "softcap": (-1.0,), "layout": ("LD",),
     "bias": (X[:2], "b"), "mask": (X, Q), "sinks": (X, "s"), "dropout_p": (2.0,), "cu_seqlens": ((ROWS, ROWS), 3),
-    "segment_ids": ((ROWS, ROWS), 3),
+    "segment_ids": ((ROWS, ROWS), 3), "preference": ("none", 3),
 }  # fmt: skip
 LOSS = {
     "ignore_index": (0.5,), "label_smoothing": (2.0, "a"), "z_loss": (-1.0, "a"), "reduction": ("avg",),

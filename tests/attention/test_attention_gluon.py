@@ -166,7 +166,7 @@ def seeds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     run = lambda self, *tensors: emulation.call(self, *tensors, seed=seeds[0])  # noqa: E731
     monkeypatch.setattr(launch.BlockLauncher, "__call__", run)
     monkeypatch.setattr(launch, "rows_launch", RowsInNumPy)
-    monkeypatch.setattr(launch.triton_launch, "check_starts", lambda p, operation, x: None)
+    monkeypatch.setattr(launch.triton_launch, "note_starts", lambda p, operation, x: None)
     monkeypatch.setattr(launch.faults, "after_launch", lambda device: None)
     return seeds
 
@@ -352,7 +352,7 @@ def unordered(ptx: str) -> int:
 def test_compiled_for_hopper(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products stay asynchronous: where ptxas takes them one by one, it puts a wait behind each."""
     monkeypatch.setattr(launch, "rows_launch", RowsInNumPy)
-    monkeypatch.setattr(launch.triton_launch, "check_starts", lambda p, operation, x: None)
+    monkeypatch.setattr(launch.triton_launch, "note_starts", lambda p, operation, x: None)
     monkeypatch.setattr(launch.faults, "after_launch", lambda device: None)
     d = described(*case)
     a = operands(d, case.ends)
@@ -401,7 +401,7 @@ def test_refused_with_a_reason(name: str) -> None:
 
 def test_tried_first_for_16_bits() -> None:
     for operation in ("attention", "attention_backward"):
-        for dtype, names in (("bfloat16", ["hopper", "triton"]), ("float32", ["triton"])):
+        for dtype, names in (("bfloat16", ["hopper", "triton", "order_free"]), ("float32", ["triton"])):
             entries = [e for e in registry.kernels() if e[:3] == (operation, "cuda", dtype)]
             assert [e.kernel.name for e in entries] == names
 

@@ -90,8 +90,9 @@ def test_options_mean_what_they_mean(flavour, dtype):
     found = reference.attention_backward(p.do, p.q, p.k, p.v, o, lse, p.options, p.inputs, p.dlse)
     right = dense.oracle_attention_backward(p.do, p.q, p.k, p.v, p.options, p.inputs, p.dlse, o, lse)
     unit = {"bfloat16": 2.0**-9, "float16": 2.0**-12}[dtype]
-    assert np.array_equal(np.isneginf(lse), np.isneginf(exact_lse))
-    assert np.allclose(np.maximum(lse, -1e30), np.maximum(exact_lse, -1e30), 0, 2.0**-12)
+    seen = ~np.isneginf(lse)
+    assert np.array_equal(seen, ~np.isneginf(exact_lse))
+    assert np.allclose(lse[seen], exact_lse[seen], 0, 2.0**-12)
     for mine, exact in ((o, exact_o), *zip(found[:3], right[:3], strict=True)):
         assert mine.dtype == p.q.dtype
         assert np.sqrt(np.mean((wide(mine) - exact) ** 2)) <= 1.5 * unit * np.sqrt(np.mean(exact**2))
