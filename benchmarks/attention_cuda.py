@@ -261,21 +261,21 @@ def candidates(case: Case) -> dict[tuple[str, Any], Call]:
     return calls
 
 
-# (rows, warps, stages) of the order-free kernels.
-ORDER_FREE = [(64, 4, 1), (64, 4, 2), (128, 8, 1), (128, 8, 2), (64, 8, 1), (64, 8, 2)]
+# (rows, warps, stages) of the order-free kernels, and how often the one over keys computes the scores.
+ORDER_FREE = [(64, 4, 1), (64, 4, 2), (128, 8, 1), (128, 8, 2)]
+ORDER_FREE_BACKWARD = [(64, 4, 1, 1), (128, 8, 1, 1), (64, 8, 1, 1), (64, 4, 1, 2)]
 
 
 def order_free_candidates(case: Case) -> dict[tuple[str, Any], Call]:
     """The launch of every order-free kernel with every tile, and of what cuts the operands."""
     calls: dict[tuple[str, Any], Call] = {}
     for tile in map(order_free.Tile._make, ORDER_FREE):
-        both = order_free.BackwardTiles(tile, tile)
         _found(calls, "forward", tile, "order_free_forward", lambda t=tile: case.order_free_forward(t))
+    for *sizes, turns in ORDER_FREE_BACKWARD:
+        tile = order_free.Tile._make(sizes)
+        both = order_free.BackwardTiles(tile, tile, turns)
         for what, kernel in (("keys", "order_free_backward_keys"), ("queries", "order_free_backward_queries")):
-            _found(calls, what, tile, kernel, lambda b=both: case.order_free_backward(b))
-        turns = both._replace(turns=2)
-        name = "order_free_backward_keys"
-        _found(calls, "keys, two turns", tile, name, lambda b=turns: case.order_free_backward(b))
+            _found(calls, what, (*tile, turns), kernel, lambda b=both: case.order_free_backward(b))
     for call in (case.order_free_forward, case.order_free_backward):
         calls |= {(name, None): run for name, run in recorded(call).items() if name.startswith("cut")}
     return calls
@@ -293,7 +293,7 @@ def explore(problems: list[Problem], rounds: int, find: Callable[[Case], Any] = 
             table = Table("kernel", "tile", "ms", "TFLOP/s", title=str(problem))
             for name, ms in sorted(times.items(), key=lambda item: (names[item[0]][0], item[1])):
                 what, tile = names[name]
-                products = {"forward": 2, "keys": 4, "keys, two turns": 4, "queries": 3}.get(what, 0)
+                products = {"forward": 2, "keys": 4, "queries": 3}.get(what, 0)
                 rate = teraflops(problem, ms, False) * products / 2
                 shown = str(tuple(tile)) if tile else ""
                 table.add_row(what, shown, f"{ms:.3f}", f"{rate:.0f}" if rate else "")
@@ -341,7 +341,7 @@ def main() -> None:
         document["memory"] = memory()
         console.print(document["memory"])
     elif arguments.explore or arguments.order_free:
-        long = [p for p in problems if p[1] == 8192]
+        long = [p for p in problems if p[1] == 8192 and not (arguments.order_free and p[2])]
         find = order_free_candidates if arguments.order_free else candidates
         document["tiles"] = explore(long if arguments.quick else problems, rounds, find)
     else:
