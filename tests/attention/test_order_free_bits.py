@@ -105,8 +105,8 @@ def ratios(found, exact, bound):
     """The largest errors as fractions of their bounds, which are finite."""
     for mine, right, most in zip(found, exact, bound, strict=True):
         assert np.isfinite(most).all()
-        wrong = np.abs(np.asarray(mine, np.float64) - right)
         with np.errstate(all="ignore"):
+            wrong = np.abs(np.asarray(mine, np.float64) - right)
             yield float(np.max(np.where(mine == right, 0, wrong / most), initial=0))
 
 
