@@ -24,7 +24,7 @@ def test_every_operation_has_a_line(cli):
     assert {line.split()[0] for line in lines[1 : 1 + len(SUITES)]} == set(SUITES)
     assert "linear_cross_entropy          blas,order_free  triton,order_free" in result.stdout  # in the order of choice
     assert len(lines) < len(SUITES) + 10
-    assert max(map(len, lines)) <= 80
+    assert max(map(len, lines)) <= 90
 
 
 def test_an_operation_in_detail(cli):
@@ -40,7 +40,7 @@ def test_an_operation_in_detail(cli):
         "    same bits: run, batch",
     ):
         assert line in lines
-    assert max(map(len, lines)) <= 80
+    assert max(map(len, lines)) <= 90
     assert "log_softmax" not in result.stdout
 
 
