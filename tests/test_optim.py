@@ -46,6 +46,39 @@ def trained(name, dtype, steps=5):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_arrays_of_any_layout_and_shared_memory(name, dtype):
+    """Parameters with strides, ones that share memory, and gradients that are parameters: the same bits."""
+    kind, options = CASES[name]
+    rng = np.random.default_rng(5)
+    every = rng.standard_normal((4, 20, 30)).astype(dtype)
+    every[0, 0, :3] = np.inf, np.nan, 0
+    results = []
+    for strided, by_kernel in ((False, False), (False, True), (True, True)):
+        memory = np.repeat(every, 2, axis=-1)
+        w, g = (memory[i, :, ::2] if strided else every[i].copy() for i in (0, 1))
+        weights = {"w": w, "own": every[2].copy(), "long": np.tile(every[3].ravel(), 50)}
+        optimizer = getattr(ig.optim, kind)(weights, **options)
+        if not by_kernel:
+            optimizer._apart = set()
+        for _ in range(3):
+            optimizer.step({"w": g, "own": weights["own"], "long": weights["long"][::-1]})
+        results.append({key: np.ascontiguousarray(x) for key, x in weights.items()})
+    assert bits(results[0]) == bits(results[1]) == bits(results[2])
+    lapping = every[2].ravel().copy()
+    pair = {"a": lapping[:400], "b": lapping[200:]}
+    optimizer = getattr(ig.optim, kind)(pair, **options)
+    optimizer.step({"a": every[3].ravel()[:400], "b": every[3].ravel()[200:]})
+    first, second = every[2].ravel()[:400].copy(), every[2].ravel()[200:].copy()
+    alone = getattr(ig.optim, kind)({"a": first}, **options)
+    alone.step({"a": every[3].ravel()[:400]})
+    second[:200] = first[200:]
+    alone = getattr(ig.optim, kind)({"b": second}, **options)
+    alone.step({"b": every[3].ravel()[200:]})
+    assert bits({"b": second}) == bits({"b": pair["b"]})
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_values_of_torch(name):
     torch = pytest.importorskip("torch")
     kind, options = CASES[name]

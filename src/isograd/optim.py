@@ -27,6 +27,7 @@ from isograd.numerics.reference import narrow, widen, work_dtype
 from isograd.numerics.storage import require_array
 from isograd.optimizers import numbers as of_step
 from isograd.optimizers import reference
+from isograd.optimizers.arrays import Row, apart, update_all
 from isograd.optimizers.numbers import Update
 from isograd.runtime.fenv import default_environment
 
@@ -64,6 +65,7 @@ class Optimizer:
                 raise InvalidProblemError(f"{self._name}: params[{name}] is read-only; expected a writeable array")
         self.lr, self._options = self._checked(lr, options)
         self._steps = 0
+        self._apart = apart(self._params)
         kept = self._update(self._options).states
         self._state = {
             name: {key: np.zeros(w.shape, work_dtype(w.dtype)) for key in kept} for name, w in self._params.items()
@@ -102,13 +104,21 @@ class Optimizer:
             self._steps += 1
             update = self._update(self._options)
             rates = of_step.rates(update, self._options)
+            made: dict[Any, Array] = {}
+            rows: dict[Any, list[Row]] = {}
             for name, w in self._params.items():
-                state = self._state[name]
-                numbers = of_step.numbers(update, rates, self.lr, self._steps, work_dtype(w.dtype))
-                after, states = reference.updated(update, widen(w), widen(given[name]), [*state.values()], numbers)
+                work, states = work_dtype(w.dtype), [*self._state[name].values()]
+                if work not in made:
+                    made[work] = of_step.numbers(update, rates, self.lr, self._steps, work)
+                if name in self._apart:
+                    rows.setdefault(w.dtype, []).append(Row(w, given[name], states))
+                    continue
+                after, kept = reference.updated(update, widen(w), widen(given[name]), states, made[work])
                 w[...] = narrow(after, w.dtype)
-                for kept, x in zip(state.values(), states, strict=True):
-                    kept[...] = x
+                for state, x in zip(states, kept, strict=True):
+                    state[...] = x
+            for dtype, alike in rows.items():
+                update_all(update, made[work_dtype(dtype)], alike)
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of everything that a later step depends on but the parameters: plain dicts, numbers and arrays."""

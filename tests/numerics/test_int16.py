@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from unittest import mock
 
 import ml_dtypes
 import numba
@@ -25,10 +26,15 @@ def bits(x):
 
 
 def product(a, b, balance=None):
-    """The product by its definition, after every engine of this machine, and Arm's, returned the same bits."""
+    """The product by its definition, after every engine returned the same bits, in one call and in pieces.
+
+    The engines are those of this machine, and Arm's.
+    """
     c = matmul(a, b, "int16", balance, DEFINITION)
     for engine in dict.fromkeys((*numba_int16.engine_names(), "dotprod")):
-        assert bits(matmul(a, b, "int16", balance, engine)) == bits(c), engine
+        for small in (numba_int16._SMALL, 0):
+            with mock.patch.object(numba_int16, "_SMALL", small):
+                assert bits(matmul(a, b, "int16", balance, engine)) == bits(c), (engine, small)
     return c
 
 
@@ -295,6 +301,36 @@ def test_batches_share_and_repeat_operands():
     shapes += [((2, 4, 0), (0, 6)), ((0, 5), (5, 3)), ((5,), (2, 5, 3)), ((2, 4, 5), (5,)), ((5,), (5,))]
     for left, right in shapes:
         product(random(rng, left, np.float16), random(rng, right, np.float16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_small_products_of_any_layout(dtype):
+    rng = np.random.default_rng(8)
+    one, three, grid = (), (3,), (2, 3)
+    for left, right in ((one, one), (one, three), (three, one), (three, three), ((1,), three), (grid, three)):
+        for m, k, n in ((1, 1, 1), (13, 9, 17), (5, 600, 20), (2, 0, 3), (0, 4, 3)):
+            a, b = random(rng, (*left, m, k), dtype), random(rng, (*right, k, n), dtype)
+            for x in (a, b):
+                x.flat[rng.integers(0, max(x.size, 1), x.size // 9)] = rng.choice([0, -0.0, np.inf, -np.inf, np.nan])
+            balance = rng.integers(-100, 100, k) if m == 13 else None
+            expected = bits(product(a, b, balance))
+            for _ in range(2):
+                a = np.ascontiguousarray(a.swapaxes(-1, -2)).swapaxes(-1, -2)
+                b = np.repeat(b, 2, axis=-1)[..., ::2]
+                assert bits(product(a, b, balance)) == expected
+            assert bits(product(a[..., ::-1, :], b, balance)[..., ::-1, :]) == expected
+
+
+def test_a_small_product_is_one_call(monkeypatch):
+    """Its steps are called by compiled code."""
+    if numba_int16.engine_names() == ("blas",):
+        pytest.skip("no engine here")
+    calls = []
+    for_ranges = numba_int16.for_ranges
+    monkeypatch.setattr(numba_int16, "for_ranges", lambda *a: calls.append(a[0]) or for_ranges(*a))
+    x = random(np.random.default_rng(9), (8, 64, 64), np.float32)
+    matmul(x[0], x, "int16")
+    assert calls == [numba_int16.small_products]
 
 
 def test_a_processor_without_an_engine_multiplies_in_binary64(monkeypatch):

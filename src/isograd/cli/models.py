@@ -73,18 +73,18 @@ def _leaves(weights: Weights) -> tuple[Tape, dict[str, Variable]]:
 
 
 def _teacher(w: dict[str, Variable], x: Floats) -> Variable:
-    hidden = relu(matmul(x, w["w1"]) + w["b1"])
-    return matmul(hidden, w["w2"]) + w["b2"]
+    hidden = relu(matmul(x, w["w1"], precision="int16") + w["b1"])
+    return matmul(hidden, w["w2"], precision="int16") + w["b2"]
 
 
 def _student(w: dict[str, Variable], x: Floats) -> tuple[Variable, Variable, Labels]:
     """The scores [B, CLASSES], the router's probabilities [B, EXPERTS] and the experts chosen [B, CHOSEN]."""
-    probabilities = softmax(matmul(x, w["router"]))
+    probabilities = softmax(matmul(x, w["router"], precision="int16"))
     _, experts = top_k(probabilities, CHOSEN)
     shares = renormalize(take_along_axis(probabilities, experts))
     # Every expert sees every image: at this size that is faster than sending each image to its experts.
-    hidden = relu(matmul(x, w["w1"]) + w["b1"])
-    outputs = transpose(matmul(hidden, w["w2"]) + w["b2"], (1, 0, 2))
+    hidden = relu(matmul(x, w["w1"], precision="int16") + w["b1"])
+    outputs = transpose(matmul(hidden, w["w2"], precision="int16") + w["b2"], (1, 0, 2))
     picked = take_along_axis(outputs, experts[:, :, None], axis=1)
     return (picked * shares.reshape((len(x), CHOSEN, 1))).sum(axis=1), probabilities, experts
 

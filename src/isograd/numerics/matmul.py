@@ -85,6 +85,14 @@ def _combine(sums: list[Any]) -> Floats:
     return np.asarray(heads[0] + (lost + total * 2.0**-SLICE_BITS) + 0.0)
 
 
+def batch_shape(a: Floats, b: Floats) -> tuple[int, ...]:
+    """The batch of the product of two stacks of matrices; ValueError if they do not broadcast."""
+    left, right = a.shape[:-2], b.shape[:-2]
+    if left == right or not right:
+        return left
+    return np.broadcast_shapes(left, right) if left else right
+
+
 def special_products(a: Floats, b: Floats) -> NDArray[np.int64]:
     """How many products of an entry are infinite, their signs added, how many are NaN: [3, ..., M, N].
 
@@ -140,11 +148,15 @@ def _int16(a: Floats, b: Floats, balance: int16.Integers | None, engine: str | N
     else:
         if b.ndim == 2 and a.ndim > 2:
             a = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
-        batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-        left, right = np.broadcast_to(a, batch + a.shape[-2:]), np.broadcast_to(b, batch + b.shape[-2:])
+        batch = batch_shape(a, b)
         c = np.empty((*batch, a.shape[-2], b.shape[-1]), a.dtype)
-        every = [numba_int16.product(left[i], right[i], c[i], balance, engine) for i in np.ndindex(batch)]
-        ordinary = all(every)
+        if len(batch) < 2:
+            ordinary = numba_int16.products(a, b, c if batch else c[None], balance, engine)
+        else:
+            left, right = np.broadcast_to(a, batch + a.shape[-2:]), np.broadcast_to(b, batch + b.shape[-2:])
+            outer = [*np.ndindex(batch[:-1])]
+            every = [numba_int16.products(left[i], right[i], c[i], balance, engine) for i in outer]
+            ordinary = all(every)
     if ordinary:
         return c
     with np.errstate(all="ignore"):
@@ -194,7 +206,7 @@ def _checked(a: Floats, b: Floats) -> tuple[Floats, Floats]:
             f"({other})"
         )
     try:
-        np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        batch_shape(a, b)
     except ValueError:
         raise InvalidProblemError(
             f"matmul: the batch dimensions of a {a.shape} and b {b.shape} do not broadcast"
@@ -236,7 +248,7 @@ def matmul(
     right = b[:, None] if b.ndim == 1 else b
     with default_environment():
         c = _int16(left, right, balance, engine) if precision == "int16" else _wide(left, right)
-    c = c.reshape(*np.broadcast_shapes(left.shape[:-2], right.shape[:-2]), left.shape[-2], right.shape[-1])
+    c = c.reshape(*batch_shape(left, right), left.shape[-2], right.shape[-1])
     if b.ndim == 1:
         c = c[..., 0]
     if a.ndim == 1:

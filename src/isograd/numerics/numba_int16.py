@@ -21,6 +21,7 @@ from isograd.numerics.numba_memory import (
     raise_flag,
     stack_lines,
     store,
+    stored_bytes,
     work_zero,
 )
 from isograd.numerics.numba_ops import as_int, pow2_32, pow2_64
@@ -235,6 +236,70 @@ def scale_sums(like, z_like, z_address, e_address, f_address, c_address, n, star
             store(c, i * n + j, narrow(_scaled(np.int64(load(z, i * n + j)), exponent), like))
 
 
+# --- small products --------------------------------------------------------------------------------------------------
+_TERMS_AT_ONCE = 16  # multiplications that take about as long as another element of `grain`
+_SMALL = 1 << 20  # multiplications of a product that is one piece of work: tens of microseconds
+
+
+@device_function
+def _moved(shift_address, n, sign):
+    """The shifts of the terms of a line, balanced or not."""
+    shift = np.zeros(n, np.int32)
+    if shift_address != 0:
+        for k in range(n):
+            shift[k] = np.int32(sign * load(pointer(shift_address, np.int32(0)), k))
+    return shift
+
+
+@device_function
+def _panel_words(lines, width, n, words, element):
+    terms = word_terms(element)
+    return (lines + width - 1) // width * ((n + terms - 1) // terms) * words * width
+
+
+@kernel
+def small_products(
+    like, engine, element, digits, plain, a_address, a_batch, a_step, a_stride, b_address, b_batch, b_step, b_stride,
+    c_address, m, n, k, shift_address, flag_address, start, stop,
+):  # fmt: skip
+    """Products of a batch, all steps of one and then of the next.
+
+    The strides of a are those of products, rows and terms, those of b of products, columns and terms.
+    """
+    rows, lanes, size = tile_rows(engine), tile_lanes(engine), stored_bytes(like)
+    left_shift, right_shift = _moved(shift_address, k, -1), _moved(shift_address, k, 1)
+    e, f = np.empty(m, np.int32), np.empty(n, np.int32)
+    left = np.empty(_panel_words(m, rows, k, 2 if digits else 1, element), np.int32)
+    right = np.empty(_panel_words(n, lanes, k, 2, element), np.int32)
+    down, across = (m + rows - 1) // rows, (n + lanes - 1) // lanes
+    high, wide = min(down, _BLOCK[0] // rows), min(across, _BLOCK[1] // lanes)
+    blocks = ((down + high - 1) // high) * ((across + wide - 1) // wide)
+    for i in range(start, stop):
+        # An operand that stays from one product to the next is not packed again.
+        if i == start or a_batch != 0:
+            x, shift, out = a_address + i * a_batch * size, left_shift.ctypes.data, e.ctypes.data
+            line_exponents(like, x, a_step, a_stride, m, k, rows, shift, out, flag_address, 0, down)
+            pack(
+                like, element, x, a_step, a_stride, m, k, rows, digits, plain, out, shift, left.ctypes.data, 0, down
+            )  # fmt: skip
+        if i == start or b_batch != 0:
+            x, shift, out = b_address + i * b_batch * size, right_shift.ctypes.data, f.ctypes.data
+            line_exponents(like, x, b_step, b_stride, n, k, lanes, shift, out, flag_address, 0, across)
+            pack(
+                like, element, x, b_step, b_stride, n, k, lanes, True, plain, out, shift, right.ctypes.data, 0, across
+            )  # fmt: skip
+        product_blocks(
+            like, engine, element, left.ctypes.data, right.ctypes.data, e.ctypes.data, f.ctypes.data,
+            c_address + i * m * n * size, m, n, k, high, wide, 0, blocks,
+        )  # fmt: skip
+    keep(left_shift)
+    keep(right_shift)
+    keep(e)
+    keep(f)
+    keep(left)
+    keep(right)
+
+
 # --- launches --------------------------------------------------------------------------------------------------------
 _BLAS = "blas"
 
@@ -306,8 +371,7 @@ def product(a: Any, b: Any, c: Any, balance: Any = None, engine: str | None = No
     Elements that are not count as zero. balance: integers [K] or None. engine: one of `engine_names()`, by default the
     first; the bits are the same.
     """
-    name = engine or engine_names()[0]
-    chosen = next((e for e in numba_dot.ENGINES if e.name == name), None)
+    chosen = _engine(engine)
     rows, lanes = (16, 16) if chosen is None else (chosen.rows, chosen.lanes)
     left, right = _Lines(a, False, balance, rows), _Lines(b, True, balance, lanes)
     if chosen is None:
@@ -315,6 +379,47 @@ def product(a: Any, b: Any, c: Any, balance: Any = None, engine: str | None = No
     else:
         _by_tiles(chosen, left, right, c)
     return left.finite and right.finite
+
+
+def _engine(name: str | None) -> numba_dot.Engine | None:
+    """What multiplies, None for a BLAS."""
+    name = name or engine_names()[0]
+    return next((e for e in numba_dot.ENGINES if e.name == name), None)
+
+
+def _batch_step(x: Any) -> int:
+    return x.strides[0] // x.itemsize if x.ndim == 3 and len(x) > 1 else 0
+
+
+def _small(engine: numba_dot.Engine, a: Any, b: Any, c: Any, balance: Any) -> bool:
+    """`products` of matrices that are one piece of work each, by one compiled call."""
+    batch, m, n = c.shape
+    k, size = a.shape[-1], a.itemsize
+    shift = None if balance is None else balance.astype(np.int32)
+    plain = shift is None or bool(np.abs(balance).max(initial=0) <= 60)
+    flag = np.zeros(1, np.uint8)
+    (row, term), (term_of_b, column) = a.strides[-2:], b.strides[-2:]
+    left = address(a), _batch_step(a), row // size, term // size
+    right = address(b), _batch_step(b), column // size, term_of_b // size
+    chunk = grain(batch, (m + n) * k + m * n * k // _TERMS_AT_ONCE)
+    for_ranges(
+        small_products, batch, chunk, kernel_type(a.dtype), engine.like, engine.element, engine.digits == 2, plain,
+        *left, *right, address(c), m, n, k, 0 if shift is None else address(shift), address(flag),
+    )  # fmt: skip
+    return not flag[0]
+
+
+def products(a: Any, b: Any, c: Any, balance: Any = None, engine: str | None = None) -> bool:
+    """Compute c [B, M, N] in C order from a [B, M, K] or [M, K] and b [B, K, N] or [K, N]; otherwise as `product`."""
+    chosen = _engine(engine)
+    batch, m, n = c.shape
+    if c.size == 0:
+        return True
+    if chosen is not None and m * n * a.shape[-1] <= _SMALL and max(m, n) * a.shape[-1] <= _SMALL >> 4:
+        return _small(chosen, a, b, c, balance)
+    left, right = [np.broadcast_to(x, (batch, *x.shape[-2:])) for x in (a, b)]
+    every = [product(left[i], right[i], c[i], balance, engine) for i in range(batch)]
+    return all(every)
 
 
 class Part:

@@ -186,21 +186,22 @@ def _prefetch(write: int) -> Any:
 _prefetch_read, _prefetch_write = _prefetch(0), _prefetch(1)
 
 
-def _line_elements(like: Any) -> Any:
+def stored_bytes(like: Any) -> Any:
+    """The bytes of an element of the storage type of `like`."""
     raise NotImplementedError
 
 
-@overload(_line_elements, jit_options=INLINED)
-def _line_elements_overload(like):
-    elements = 64 // (2 if like in (types.int16, types.uint16) else like.bitwidth // 8)
-    return lambda like: np.int64(elements)
+@overload(stored_bytes, jit_options=INLINED)
+def _stored_bytes(like):
+    size = like.bitwidth // 8
+    return lambda like: np.int64(size)
 
 
 @device_function
 def prefetch_read(base, offset, stride, count):
     """Ask for a piece of a contiguous row that is read later, while there is arithmetic to do."""
     if stride == 1:
-        for i in range(0, count, _line_elements(load(base, offset))):
+        for i in range(0, count, 64 // stored_bytes(load(base, offset))):
             _prefetch_read(base, offset + i)
 
 
@@ -208,7 +209,7 @@ def prefetch_read(base, offset, stride, count):
 def prefetch_write(base, offset, stride, count):
     """Ask for a piece of a contiguous row that is written later."""
     if stride == 1:
-        for i in range(0, count, _line_elements(load(base, offset))):
+        for i in range(0, count, 64 // stored_bytes(load(base, offset))):
             _prefetch_write(base, offset + i)
 
 

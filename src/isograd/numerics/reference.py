@@ -16,7 +16,12 @@ from isograd.numerics import constants as c
 
 Floats = NDArray[Any]
 
-_WORK = {"float16": np.float32, "bfloat16": np.float32, "float32": np.float32, "float64": np.float64}
+_WORK: dict[np.dtype[Any], Any] = {
+    np.dtype(np.float16): np.float32,
+    np.dtype(ml_dtypes.bfloat16): np.float32,
+    np.dtype(np.float32): np.float32,
+    np.dtype(np.float64): np.float64,
+}
 
 
 class Format(NamedTuple):
@@ -106,7 +111,7 @@ FORMATS = {
 
 def work_dtype(dtype: Any) -> Any:
     """The type a storage type is computed in (rule 1)."""
-    return _WORK[np.dtype(dtype).name]
+    return _WORK[np.dtype(dtype)]
 
 
 def widen(x: Floats) -> Floats:
@@ -116,9 +121,16 @@ def widen(x: Floats) -> Floats:
 
 def narrow(x: Floats, dtype: Any) -> Floats:
     """Round to `dtype` once, to nearest even; every NaN becomes the canonical one."""
-    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        y = x.astype(dtype)
-    return np.where(np.isnan(x), np.array(np.nan, dtype), y).astype(dtype)
+    x = np.asarray(x)
+    invalid = np.isnan(x)
+    if x.dtype == dtype:
+        y = x.copy(order="K")
+    else:
+        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+            y = x.astype(dtype)
+    if np.count_nonzero(invalid):
+        y[invalid] = np.nan
+    return y
 
 
 # --- elementary operations (rule 2) ----------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """The four storage types: which arrays an operation accepts, and how kernels are told their type."""
 
+import ctypes
+import sys
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ _BIT_TYPES: dict[np.dtype[Any], Any] = {
     np.dtype(np.float32): np.float32,
     np.dtype(np.float64): np.float64,
 }
+_NAMES = {dtype: str(dtype.name) for dtype in _BIT_TYPES}  # NumPy puts a name together at every call
+_ZEROS = {dtype: kind(0) for dtype, kind in _BIT_TYPES.items()}
 ACCEPTED = "float16, bfloat16 (ml_dtypes), float32, float64"
 
 
@@ -39,10 +43,11 @@ def plain_array(operation: str, argument: str, x: NDArray[Any]) -> NDArray[Any]:
 
 def dtype_name(dtype: Any, operation: str, argument: str) -> str:
     """The name of a storage type; UnsupportedError for any other dtype, also for one in foreign byte order."""
-    if dtype not in _BIT_TYPES:
+    name = _NAMES.get(dtype)
+    if name is None:
         order = "" if getattr(dtype, "isnative", True) else " in foreign byte order"
         raise UnsupportedError(f"{operation}: {argument} has dtype {dtype}{order}; accepted: {ACCEPTED}")
-    return str(dtype.name)
+    return name
 
 
 def compute_dtype(dtype: str) -> str:
@@ -52,9 +57,30 @@ def compute_dtype(dtype: str) -> str:
 
 def kernel_type(dtype: np.dtype[Any]) -> Any:
     """A zero of the type that a kernel sees for a storage type: halves as int16, bfloat16 as uint16."""
-    return _BIT_TYPES[dtype](0)
+    return _ZEROS[dtype]
 
 
-def address(x: NDArray[Any]) -> int:
-    """The address of an array's first element."""
+# An array begins with the head of every object, then the address of its data: the public part of NumPy's C interface.
+# Reading it there takes a tenth of the time that the dict takes in which NumPy hands it out.
+_HEAD = object.__basicsize__
+_word = ctypes.c_size_t.from_address
+
+
+def _interface_address(x: NDArray[Any]) -> int:
     return int(x.__array_interface__["data"][0])
+
+
+def _head_address(x: NDArray[Any]) -> int:
+    return _word(id(x) + _HEAD).value
+
+
+def _is_in_head() -> bool:
+    """Whether this interpreter's arrays are laid out so."""
+    if sys.implementation.name != "cpython":
+        return False
+    whole = np.zeros(4, np.float32)
+    return all(_head_address(x) == _interface_address(x) for x in (whole, whole[1:], whole[::-1]))
+
+
+# address(x): the address of an array's first element.
+address = _head_address if _is_in_head() else _interface_address

@@ -48,7 +48,7 @@ def stored(y: Any, dtype: Any) -> Array:
     if result.dtype != dtype:
         return narrow(result, dtype)
     invalid = np.isnan(result)
-    if invalid.any():
+    if np.count_nonzero(invalid):
         result = np.where(invalid, result.dtype.type(np.nan), result)
     return result
 
@@ -59,8 +59,10 @@ def accumulated(old: Array, new: Array) -> Array:
 
 
 def _check_broadcast(operation: str, a: Array, b: Array) -> None:
+    if a.shape == b.shape:
+        return
     try:
-        np.broadcast_shapes(a.shape, b.shape)
+        np.broadcast(a, b)
     except ValueError:
         raise InvalidProblemError(f"{operation}: the shapes {a.shape} and {b.shape} do not broadcast") from None
 
@@ -142,6 +144,8 @@ def _contract(left: Array, right: Array, batch: tuple[int, ...], kept: tuple[int
     """
     kept = (1,) * (len(batch) - len(kept)) + kept
     folded = [d for d in range(len(batch)) if kept[d] != batch[d]]
+    if not folded:
+        return product.matmul(left.swapaxes(-1, -2), right, precision)
     others = [d for d in range(len(batch)) if kept[d] == batch[d]]
 
     def stacked(x: Array) -> Array:
@@ -158,7 +162,7 @@ def matmul(a: Array, b: Array, precision: str | None = None) -> Result:
     y = product.matmul(a, b, precision)
     left = a[None, :] if a.ndim == 1 else a
     right = b[:, None] if b.ndim == 1 else b
-    batch = np.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    batch = product.batch_shape(left, right)
     full = (*batch, left.shape[-2], right.shape[-1])
 
     def gradient_a(g: Array) -> Array:
