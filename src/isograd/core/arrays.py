@@ -109,7 +109,7 @@ def copied(x: Any, operation: str, argument: str) -> NDArray[Any]:
 
 def is_tensor(array: Any) -> bool:
     """Whether something is a torch tensor."""
-    return isinstance(array, getattr(sys.modules.get("torch"), "Tensor", ()))
+    return type(array) is not np.ndarray and isinstance(array, getattr(sys.modules.get("torch"), "Tensor", ()))
 
 
 @functools.cache

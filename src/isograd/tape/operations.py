@@ -10,13 +10,20 @@ from isograd.tape.rules import Array, Gradient, Result
 from isograd.tape.variable import Variable, apply
 
 
+@functools.cache
+def _vjp_of(op: Operation) -> tuple[Operation, str, dict[str, str]]:
+    """The operation that computes an operation's gradients, what it calls the upstream one, and outputs by input."""
+    assert op.vjp is not None
+    vjp = OPERATIONS[op.vjp]
+    return vjp, f"d{next(iter(op.outputs))}", op.gradients(vjp)
+
+
 def record(op: Operation, inputs: tuple[Any, ...], attributes: tuple[Any, ...]) -> Any:
     """Compute an operation and record it: its first output is a variable, others are arrays, which get no gradient."""
     encoder.refuse(op.name, "an input is a tape variable")
     if op.vjp is None:
         return _pulled_back(op, inputs, attributes)
-    vjp, upstream = OPERATIONS[op.vjp], f"d{next(iter(op.outputs))}"
-    gradients = op.gradients(vjp)
+    vjp, upstream, gradients = _vjp_of(op)
     given = {key: value for key, value in zip(op.inputs, inputs, strict=True) if value is not None}
     constants = {key: _copied(op.name, key, value) for key, value in given.items() if key not in gradients}
     given = {key: value for key, value in given.items() if key in gradients}

@@ -151,6 +151,8 @@ class Tape:
         return variable
 
     def _index_of(self, operation: str, x: Variable) -> int:
+        if x._frame is self._current:
+            return x._index
         index = self._current.index_of(x._frame, x._index)
         if index is None:
             raise InvalidProblemError(
@@ -161,7 +163,7 @@ class Tape:
     def _record(self, value: Array, parents: tuple[int | None, ...], gradients: tuple[rules.Gradient, ...]) -> Variable:
         # Constants need no gradient; what only their gradient functions hold on to is freed here.
         pairs = [(p, f) for p, f in zip(parents, gradients, strict=True) if p is not None]
-        node = Operation(tuple(p for p, _ in pairs), tuple(f for _, f in pairs))
+        node = Operation(tuple([p for p, _ in pairs]), tuple([f for _, f in pairs]))
         return Variable(self, self._current, self._current.append(node), value)
 
     def checkpoint(self, function: Callable[..., Variable], *arguments: Any) -> Variable:

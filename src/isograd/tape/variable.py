@@ -260,7 +260,7 @@ def apply(rule: Any, *operands: Operand, one_dtype: bool = True, **options: Any)
             raise InvalidProblemError(f"{name}: the operands belong to different tapes; expected one")
         if one_dtype and x.dtype != dtype:
             raise InvalidProblemError(f"{name}: the operands are {dtype} and {x.dtype}; expected one dtype")
-    parents = tuple(tape._index_of(name, x) if isinstance(x, Variable) else None for x in operands)
+    parents = tuple([tape._index_of(name, x) if isinstance(x, Variable) else None for x in operands])
     with default_environment(), np.errstate(all="ignore"):
         values = [
             x.value
