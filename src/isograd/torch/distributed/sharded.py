@@ -54,7 +54,7 @@ class Exchange:
         """Send every rank its part."""
         gradients = torch.empty_like(input_tensor)
         dist.all_to_all_single(in_bytes(gradients), in_bytes(input_tensor), group=group)
-        self._exchanged(gradients.view(-1, output_tensor.numel()))
+        self._exchanged(gradients.view(dist.get_world_size(group), -1))
 
 
 def exchange_by(module: Any, exchanged: Callable[[Tensor], None]) -> None:
