@@ -46,7 +46,7 @@ def tile_of(triple, name):
     """The code of a tile for a processor: LLVM's machine for it, and the module."""
     module, words, longs = ir.Module(), ir.IntType(32).as_pointer(), ir.IntType(64).as_pointer()
     module.triple = triple
-    kind = ir.FunctionType(ir.VoidType(), [words, words, ir.IntType(64), longs])
+    kind = ir.FunctionType(ir.VoidType(), [words, words, ir.IntType(64), longs, words])
     function = ir.Function(module, kind, "tile")
     builder = ir.IRBuilder(function.append_basic_block())
     numba_dot.tile_code(DOTPROD, builder, *function.args)

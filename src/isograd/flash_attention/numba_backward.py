@@ -24,7 +24,7 @@ from isograd.flash_attention.numba_kernels import (
     find_pair,
     find_problem,
 )
-from isograd.flash_attention.numba_product import PADDING, advance, lanes, multiply, multiply_add
+from isograd.flash_attention.numba_product import PADDING, lanes, multiply, multiply_add
 from isograd.flash_attention.numba_rows import Rows, load_rows, load_transposed, padded, store_rows
 from isograd.flash_attention.numba_scores import (
     BLOCK_K,
@@ -39,6 +39,7 @@ from isograd.flash_attention.numba_scores import (
     query_range,
 )
 from isograd.numerics.numba_memory import (
+    advance,
     empty_work,
     keep_alive,
     load,

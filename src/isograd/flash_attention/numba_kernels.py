@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isograd.flash_attention.numba_product import PADDING, advance, lanes, multiply, multiply_scaled
+from isograd.flash_attention.numba_product import PADDING, lanes, multiply, multiply_scaled
 from isograd.flash_attention.numba_rows import Rows, load_rows, load_transposed, padded, store_rows
 from isograd.flash_attention.numba_scores import (
     BLOCK_K,
@@ -27,6 +27,7 @@ from isograd.flash_attention.numba_scores import (
     soften,
 )
 from isograd.numerics.numba_memory import (
+    advance,
     empty_work,
     keep_alive,
     load,

@@ -15,6 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
+from isograd.numerics.numba_memory import advance
 from isograd.runtime.numba_compile import INLINED, processor_features, subroutine
 
 VECTOR_BYTES = 64  # a vector of the code; processors with shorter ones take several for it
@@ -37,16 +38,6 @@ def lanes(like: Any) -> Any:
 def _lanes(like):
     count = VECTOR_BYTES * 8 // like.bitwidth
     return lambda like: np.int64(count)
-
-
-@intrinsic
-def advance(typingctx: Any, base: Any, offset: Any) -> Any:
-    """The pointer to an element."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.gep(arguments[0], [arguments[1]])
-
-    return base(base, types.int64), generate
 
 
 class _Emitter:

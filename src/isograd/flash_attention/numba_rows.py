@@ -13,8 +13,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from isograd.flash_attention.numba_product import VECTOR_BYTES, advance, lanes
-from isograd.numerics.numba_memory import load, pointer, store
+from isograd.flash_attention.numba_product import VECTOR_BYTES, lanes
+from isograd.numerics.numba_memory import advance, load, pointer, store
 from isograd.numerics.numba_storage import narrow, widen
 from isograd.runtime.numba_compile import device_function, subroutine
 

@@ -19,7 +19,8 @@ from numba.extending import intrinsic, overload
 from isograd.runtime.numba_compile import INLINED, processor_features
 
 TERMS = 508  # a multiple of what a word of any engine holds
-_WORD, _LONG = ir.IntType(32), ir.IntType(64)
+AHEAD = 64  # bytes: a line of a cache
+_OCTETS, _WORD, _LONG = ir.IntType(8).as_pointer(), ir.IntType(32), ir.IntType(64)
 
 
 class Engine(NamedTuple):
@@ -108,11 +109,12 @@ def engines() -> list[Engine]:
     return [engine for engine in ENGINES if features.issuperset(engine.needs)]
 
 
-def tile_code(engine: Engine, builder: Any, a: Any, b: Any, groups: Any, z: Any) -> None:
+def tile_code(engine: Engine, builder: Any, a: Any, b: Any, groups: Any, z: Any, ahead: Any) -> None:
     """Add the products of a tile to int64 sums z [rows, lanes].
 
     a: words [groups, digits, rows]; b: words of digits [groups, 2, lanes]; h before l in both. groups: at least 1, with
-    at most TERMS terms. a, b and z are pointers.
+    at most TERMS terms. ahead: what is needed next, AHEAD bytes a group, which the second-level cache gets meanwhile;
+    it may lie beyond the end of memory. a, b, z and ahead are pointers.
     """
     rows, lanes, digits = engine.rows, engine.lanes, engine.digits
     words, longs = ir.VectorType(_WORD, lanes), ir.VectorType(_LONG, lanes)
@@ -145,6 +147,9 @@ def tile_code(engine: Engine, builder: Any, a: Any, b: Any, groups: Any, z: Any)
     k, at_a, at_b = builder.phi(_LONG), builder.phi(a.type), builder.phi(b.type)
     sums = [[builder.phi(words) for _ in range(digits + 1)] for _ in range(rows)]
     after = [list(row) for row in sums]
+    line = builder.gep(builder.bitcast(ahead, _OCTETS), [builder.mul(k, _LONG(AHEAD))])
+    prefetch = _declared(builder, "llvm.prefetch.p0", ir.VoidType(), [_OCTETS, _WORD, _WORD, _WORD])
+    builder.call(prefetch, [line, _WORD(0), _WORD(2), _WORD(1)])  # to read, second level, data
     left, right = left_words(at_a), [load(at_b, j * lanes, words, 4) for j in range(2)]
     for p in range(digits):
         for i in range(rows):
@@ -174,12 +179,12 @@ def tile_code(engine: Engine, builder: Any, a: Any, b: Any, groups: Any, z: Any)
 
 
 def _tile(engine: Engine) -> Any:
-    def add_products(typingctx: Any, a: Any, b: Any, groups: Any, z: Any) -> Any:
+    def add_products(typingctx: Any, a: Any, b: Any, groups: Any, z: Any, ahead: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             tile_code(engine, builder, *arguments)
             return context.get_dummy_value()
 
-        return types.void(a, b, groups, z), generate
+        return types.void(a, b, groups, z, ahead), generate
 
     return intrinsic(add_products)
 
@@ -219,22 +224,12 @@ def _word_terms(element):
     return lambda element: np.int64(terms)
 
 
-def as_element(v: Any, element: Any) -> Any:
-    """An integer as another type's, which holds it."""
-    raise NotImplementedError
-
-
-@overload(as_element, jit_options=INLINED)
-def _as_element(v, element):
-    return (lambda v, element: np.int8(v)) if element == types.int8 else (lambda v, element: np.int16(v))
-
-
-def add_products(engine: Any, a: Any, b: Any, groups: Any, z: Any) -> Any:
+def add_products(engine: Any, a: Any, b: Any, groups: Any, z: Any, ahead: Any) -> Any:
     """Add the products of a tile to its sums: see `tile_code`."""
     raise NotImplementedError
 
 
 @overload(add_products, jit_options=INLINED)
-def _add_products(engine, a, b, groups, z):
+def _add_products(engine, a, b, groups, z, ahead):
     tile = _TILES[engine]
-    return lambda engine, a, b, groups, z: tile(a, b, groups, z)
+    return lambda engine, a, b, groups, z, ahead: tile(a, b, groups, z, ahead)

@@ -12,169 +12,17 @@ from typing import Any
 import numpy as np
 
 from isograd.numerics import int16, numba_dot
-from isograd.numerics.constants import MAGIC_32
-from isograd.numerics.numba_dot import add_products, as_element, tile_lanes, tile_rows, word_terms
-from isograd.numerics.numba_memory import (
-    keep,
-    load,
-    pointer,
-    raise_flag,
-    stack_lines,
-    store,
-    stored_bytes,
-    work_zero,
-)
-from isograd.numerics.numba_ops import as_int, pow2_32, pow2_64
-from isograd.numerics.numba_storage import narrow, widen
+from isograd.numerics.numba_dot import AHEAD, add_products, tile_lanes, tile_rows, word_terms
+from isograd.numerics.numba_memory import keep_alive, load, pointer, store, stored_bytes
+from isograd.numerics.numba_ops import pow2_64
+from isograd.numerics.numba_panels import CHUNK, ZERO, find_and_pack, line_exponents, round_lines
+from isograd.numerics.numba_storage import narrow
 from isograd.numerics.storage import address, kernel_type
 from isograd.runtime.numba_compile import device_function, kernel
 from isograd.runtime.parallel import for_ranges, get_num_threads, grain
 
-_ZERO = int16.ZERO
-_MAGIC = np.float32(MAGIC_32)
-_CHUNK = numba_dot.TERMS  # elements of a line that are packed, and multiplied, at a time
-_CARRY = (1 << 24) - (2 * int16.LARGEST + 1) * (1 << 8)  # what lifts a significand from the next integer's on
+_SLAB = 1 << 23  # bytes for a thread that hold packed columns at a time
 _BLOCK = 192, 128  # rows and columns of a block of the result, whose sums fill half of an L2
-
-
-@device_function
-def exponent_of(x):
-    """That of an element, whose sign and being finite do not matter."""
-    size = np.int32(as_int(x) & 0x7FFFFFFF)
-    small = size < 0x00800000
-    bits = np.int32(as_int(abs(x) * np.float32(2.0**64)) if small else size)
-    found = np.int32(np.int32(np.int32(bits + _CARRY) >> 23) - np.int32(190 if small else 126))
-    return np.int32(_ZERO) if size == 0 or size >= 0x7F800000 else found
-
-
-@device_function
-def _load_panel(x, offset, step, stride, lines, count, values):
-    """Widen a piece of some lines, in the order in which it lies in memory."""
-    if abs(step) < abs(stride):
-        for j in range(count):
-            for i in range(lines):
-                store(values, i * _CHUNK + j, widen(load(x, offset + i * step + j * stride)))
-    elif stride == 1:
-        for i in range(lines):
-            for j in range(count):
-                store(values, i * _CHUNK + j, widen(load(x, offset + i * step + j)))
-    else:
-        for i in range(lines):
-            for j in range(count):
-                store(values, i * _CHUNK + j, widen(load(x, offset + i * step + j * stride)))
-
-
-@kernel
-def line_exponents(
-    like, x_address, step, stride, lines, n, width, shift_address, out_address, flag_address, start, stop
-):  # fmt: skip
-    """The greatest exponents of lines, panels of them at a time; a flag where an element is not finite."""
-    x, zero = pointer(x_address, like), work_zero(like)
-    shift, out = pointer(shift_address, np.int32(0)), pointer(out_address, np.int32(0))
-    values = stack_lines(zero)
-    wild = False
-    for first in range(start * width, stop * width, width):
-        last = min(first + width, lines)
-        for i in range(first, last):
-            store(out, i, np.int32(_ZERO))
-        for k in range(0, n, _CHUNK):
-            count = min(n - k, _CHUNK)
-            _load_panel(x, first * step + k * stride, step, stride, last - first, count, values)
-            for i in range(first, last):
-                most = load(out, i)
-                unknown = np.int32(0)
-                for j in range(count):
-                    v = load(values, (i - first) * _CHUNK + j)
-                    e = exponent_of(v)
-                    most = max(most, np.int32(e + load(shift, k + j)) if e > _ZERO else e)
-                    unknown = np.int32(unknown | np.int32(np.int32(as_int(v) & 0x7FFFFFFF) >= 0x7F800000))
-                wild |= unknown != 0
-                store(out, i, most)
-    raise_flag(flag_address, wild)
-
-
-@device_function
-def _round_piece(values, at, count, exponent, shift, plain, integers):
-    """The integers of a piece of a line; plain: shifts that take no step of scaling out of range."""
-    power = np.int32(15 - (np.int32(0) if exponent == _ZERO else exponent))
-    if plain and -60 <= power <= 60:
-        factor = pow2_32(power)
-        for j in range(count):
-            store(values, at + j, load(values, at + j) * factor * pow2_32(load(shift, j)))
-    else:
-        for j in range(count):
-            # Beyond 252 only a zero has a place, and below -252 nothing is left.
-            p = np.int32(min(max(np.int32(power + load(shift, j)), np.int32(-252)), np.int32(252)))
-            half = np.int32(p >> 1)
-            store(values, at + j, load(values, at + j) * pow2_32(half) * pow2_32(np.int32(p - half)))
-    for j in range(count):
-        v = load(values, at + j)
-        finite = np.int32(as_int(v) & 0x7FFFFFFF) < 0x7F800000
-        store(integers, at + j, np.int16(np.int32(as_int((v if finite else np.float32(0)) + _MAGIC) & 0xFFFF)))
-
-
-@device_function
-def _round_panel(
-    x, first, k, step, stride, lines, count, width, plain, exponents, shift_address, values, integers
-):  # fmt: skip
-    """The integers of a piece of the lines of a panel; zeros for lines, and for the rest of a word, beyond the end."""
-    shift = pointer(shift_address + 4 * k, np.int32(0))
-    some = min(width, lines - first)
-    _load_panel(x, first * step + k * stride, step, stride, some, count, values)
-    for i in range(some):
-        _round_piece(values, i * _CHUNK, count, load(exponents, first + i), shift, plain, integers)
-        for j in range(count, count + -count % 4):
-            store(integers, i * _CHUNK + j, np.int16(0))
-    for i in range(some, width):
-        for j in range(count + -count % 4):
-            store(integers, i * _CHUNK + j, np.int16(0))
-
-
-@kernel
-def pack(
-    like, element, x_address, step, stride, lines, n, width, digits, plain, exponents_address, shift_address,
-    out_address, start, stop,
-):  # fmt: skip
-    """Panels of lines: words of integers [groups, width] or, with digits, of digits [groups, 2, width]."""
-    x, zero, exponents = pointer(x_address, like), work_zero(like), pointer(exponents_address, np.int32(0))
-    values, piece = stack_lines(zero), stack_lines(np.int16(0))
-    terms, both = word_terms(element), 2 * width if digits else width
-    for first in range(start * width, stop * width, width):
-        out = pointer(out_address + first // width * ((n + terms - 1) // terms) * both * 4, element)
-        for k in range(0, n, _CHUNK):
-            count = min(n - k, _CHUNK)
-            _round_panel(
-                x, first, k, step, stride, lines, count, width, plain, exponents, shift_address, values, piece
-            )  # fmt: skip
-            for j in range(count + -count % terms):
-                at = (k + j) // terms * both * terms + j % terms
-                if digits:
-                    for i in range(width):
-                        v = np.int32(load(piece, i * _CHUNK + j))
-                        low = np.int32(np.int32(np.int32(v + 128) & 255) - 128)
-                        store(out, at + terms * i, as_element(np.int32(v - low) >> 8, element))
-                        store(out, at + terms * (width + i), as_element(low, element))
-                else:
-                    for i in range(width):
-                        store(out, at + terms * i, as_element(load(piece, i * _CHUNK + j), element))
-
-
-@kernel
-def round_lines(
-    like, x_address, step, stride, lines, n, width, plain, exponents_address, shift_address, out_address, start, stop
-):  # fmt: skip
-    """Lines of integers as binary64."""
-    x, zero, exponents = pointer(x_address, like), work_zero(like), pointer(exponents_address, np.int32(0))
-    values, piece, out = stack_lines(zero), stack_lines(np.int16(0)), pointer(out_address, np.float64(0))
-    for first in range(start * width, stop * width, width):
-        for k in range(0, n, _CHUNK):
-            count = min(n - k, _CHUNK)
-            _round_panel(
-                x, first, k, step, stride, lines, count, width, plain, exponents, shift_address, values, piece
-            )  # fmt: skip
-            for i in range(min(width, lines - first)):
-                for j in range(count):
-                    store(out, (first + i) * n + k + j, np.float64(load(piece, i * _CHUNK + j)))
 
 
 @device_function
@@ -186,21 +34,24 @@ def _scaled(z, exponent):
 
 @device_function
 def _exponent_of_line(exponents, i):
-    return np.int64(0) if load(exponents, i) == _ZERO else np.int64(load(exponents, i))
+    return np.int64(0) if load(exponents, i) == ZERO else np.int64(load(exponents, i))
 
 
 @kernel
 def product_blocks(
-    like, engine, element, a_address, b_address, e_address, f_address, c_address, m, n, k, high, wide, start, stop
+    like, engine, element, a_address, b_address, e_address, f_address, c_address, m, n, k, c_step, high, wide,
+    start, stop,
 ):  # fmt: skip
-    """Blocks of the product, `high` panels of rows by `wide` of columns."""
+    """Blocks of the product, `high` panels of rows by `wide` of columns; c has a row every c_step elements."""
     rows, lanes, terms = tile_rows(engine), tile_lanes(engine), word_terms(element)
     e, f, c = pointer(e_address, np.int32(0)), pointer(f_address, np.int32(0)), pointer(c_address, like)
-    groups, most, size = (k + terms - 1) // terms, _CHUNK // terms, rows * lanes
+    groups, most, size = (k + terms - 1) // terms, CHUNK // terms, rows * lanes
     down, across = (m + rows - 1) // rows, (n + lanes - 1) // lanes
     blocks = (across + wide - 1) // wide
-    sums = np.empty(high * wide * size, np.int64)
-    z = pointer(sums.ctypes.data, np.int64(0))
+    parts = max(1, 2 * lanes * 4 // AHEAD)  # of the next panel of columns, one while a tile is multiplied
+    sums = np.empty(high * wide * size + 8, np.int64)
+    z_address = sums.ctypes.data + -sums.ctypes.data % 64  # no load crosses a line of a cache
+    z = pointer(z_address, np.int64(0))
     for block in range(start, stop):
         top, left = block // blocks * high, block % blocks * wide
         below, right = min(high, down - top), min(wide, across - left)
@@ -208,11 +59,15 @@ def product_blocks(
         for at in range(0, groups, most):
             count = min(most, groups - at)
             for j in range(right):
-                b = pointer(b_address + ((left + j) * groups + at) * 2 * lanes * 4, np.int32(0))
+                panel = left + j
+                b = pointer(b_address + (panel * groups + at) * 2 * lanes * 4, np.int32(0))
+                later = panel + 1 if j + 1 < right else left, at if j + 1 < right else at + most
+                ahead = b_address + (later[0] * groups + later[1]) * 2 * lanes * 4
                 for i in range(below):
                     a = pointer(a_address + ((top + i) * groups + at) * terms // 2 * rows * 4, np.int32(0))
-                    to = pointer(sums.ctypes.data + (j * high + i) * size * 8, np.int64(0))
-                    add_products(engine, a, b, count, to)
+                    to = pointer(z_address + (j * high + i) * size * 8, np.int64(0))
+                    part = pointer(ahead + i % parts * count * AHEAD, np.int32(0))
+                    add_products(engine, a, b, count, to, part)
         for i in range(top * rows, min((top + below) * rows, m)):
             row = _exponent_of_line(e, i) - 22
             for j in range(right):
@@ -220,8 +75,8 @@ def product_blocks(
                 tile = (j * high + i // rows - top) * size + i % rows * lanes
                 for column in range(min(lanes, n - first)):
                     exponent = row + _exponent_of_line(f, first + column)
-                    store(c, i * n + first + column, narrow(_scaled(load(z, tile + column), exponent), like))
-    keep(sums)
+                    store(c, i * c_step + first + column, narrow(_scaled(load(z, tile + column), exponent), like))
+    keep_alive(sums)
 
 
 @kernel
@@ -277,27 +132,25 @@ def small_products(
     for i in range(start, stop):
         # An operand that stays from one product to the next is not packed again.
         if i == start or a_batch != 0:
-            x, shift, out = a_address + i * a_batch * size, left_shift.ctypes.data, e.ctypes.data
-            line_exponents(like, x, a_step, a_stride, m, k, rows, shift, out, flag_address, 0, down)
-            pack(
-                like, element, x, a_step, a_stride, m, k, rows, digits, plain, out, shift, left.ctypes.data, 0, down
+            find_and_pack(
+                like, element, a_address + i * a_batch * size, a_step, a_stride, m, k, rows, digits, plain,
+                e.ctypes.data, left_shift.ctypes.data, left.ctypes.data, flag_address, 0, down,
             )  # fmt: skip
         if i == start or b_batch != 0:
-            x, shift, out = b_address + i * b_batch * size, right_shift.ctypes.data, f.ctypes.data
-            line_exponents(like, x, b_step, b_stride, n, k, lanes, shift, out, flag_address, 0, across)
-            pack(
-                like, element, x, b_step, b_stride, n, k, lanes, True, plain, out, shift, right.ctypes.data, 0, across
+            find_and_pack(
+                like, element, b_address + i * b_batch * size, b_step, b_stride, n, k, lanes, True, plain,
+                f.ctypes.data, right_shift.ctypes.data, right.ctypes.data, flag_address, 0, across,
             )  # fmt: skip
         product_blocks(
             like, engine, element, left.ctypes.data, right.ctypes.data, e.ctypes.data, f.ctypes.data,
-            c_address + i * m * n * size, m, n, k, high, wide, 0, blocks,
+            c_address + i * m * n * size, m, n, k, n, high, wide, 0, blocks,
         )  # fmt: skip
-    keep(left_shift)
-    keep(right_shift)
-    keep(e)
-    keep(f)
-    keep(left)
-    keep(right)
+    keep_alive(left_shift)
+    keep_alive(right_shift)
+    keep_alive(e)
+    keep_alive(f)
+    keep_alive(left)
+    keep_alive(right)
 
 
 # --- launches --------------------------------------------------------------------------------------------------------
@@ -310,8 +163,14 @@ def engine_names() -> tuple[str, ...]:
     return (*[engine.name for engine in numba_dot.engines()], _BLAS)
 
 
+def _aligned_words(count: int) -> Any:
+    """Words from the start of a line of a cache on: no load crosses one."""
+    room = np.empty(count + 16, np.int32)
+    return room[-(address(room) // 4) % 16 :][:count]
+
+
 class _Lines:
-    """The rows of a matrix [lines, K], or the columns of [K, lines], and their exponents."""
+    """The rows of a matrix [lines, K], or the columns of [K, lines], and their exponents, once those were found."""
 
     def __init__(self, x: Any, columns: bool, balance: Any, width: int) -> None:
         self.step, self.stride = [s // x.itemsize for s in (x.strides[::-1] if columns else x.strides)]
@@ -322,22 +181,33 @@ class _Lines:
             self.shift = -self.shift
         self.plain = balance is None or bool(np.abs(balance).max(initial=0) <= 60)
         self.exponents = np.empty(self.lines, np.int32)
-        flag = np.zeros(1, np.uint8)
-        self._over(line_exponents, (), address(self.shift), address(self.exponents), address(flag))
-        self.finite = not flag[0]
+        self._flag = np.zeros(1, np.uint8)
 
-    def _over(self, function: Any, options: tuple[Any, ...], *addresses: int, kinds: tuple[Any, ...] = ()) -> None:
-        panels = -(-self.lines // self.width)
-        where = self.like, *kinds, address(self.x), self.step, self.stride, self.lines, self.terms, self.width
-        chunk = grain(panels, 4 * self.width * self.terms)
-        for_ranges(function, panels, chunk, *where, *options, *addresses)
+    @property
+    def finite(self) -> bool:
+        """Whether all elements are whose exponents were found."""
+        return not self._flag[0]
 
-    def packed(self, element: Any, digits: bool) -> Any:
-        """Words of integers, or of digits, in panels."""
-        panels, groups, words = -(-self.lines // self.width), -(-self.terms * element.itemsize // 4), 2 if digits else 1
-        out = np.empty(panels * groups * words * self.width, np.int32)
-        addresses = address(self.exponents), address(self.shift), address(out)
-        self._over(pack, (digits, self.plain), *addresses, kinds=(element,))
+    def _over(
+        self, function: Any, options: tuple[Any, ...], *addresses: int, kinds: tuple[Any, ...] = (), first: int = 0,
+        count: int | None = None,
+    ) -> None:  # fmt: skip
+        lines = self.lines if count is None else count
+        panels = -(-lines // self.width)
+        x = address(self.x) + first * self.step * self.x.itemsize
+        where = self.like, *kinds, x, self.step, self.stride, lines, self.terms, self.width
+        for_ranges(function, panels, grain(panels, 4 * self.width * self.terms), *where, *options, *addresses)
+
+    def find_exponents(self) -> None:
+        """Fill `exponents`."""
+        self._over(line_exponents, (), *[address(x) for x in (self.shift, self.exponents, self._flag)])
+
+    def packed(self, element: Any, digits: bool, first: int, count: int) -> Any:
+        """Find the exponents of some lines; return their words of integers, or of digits, in panels."""
+        panels, groups, words = -(-count // self.width), -(-self.terms * element.itemsize // 4), 2 if digits else 1
+        out = _aligned_words(panels * groups * words * self.width)
+        addresses = address(self.exponents) + 4 * first, address(self.shift), address(out), address(self._flag)
+        self._over(find_and_pack, (digits, self.plain), *addresses, kinds=(element,), first=first, count=count)
         return out
 
     def rounded(self) -> Any:
@@ -348,6 +218,8 @@ class _Lines:
 
 
 def _by_blas(a: _Lines, b: _Lines, c: Any) -> None:
+    a.find_exponents()
+    b.find_exponents()
     left, right = a.rounded(), b.rounded().T
     z = np.matmul(left, right) if a.terms <= int16.EXACT else int16.exact_sums(left, right)
     addresses = [address(x) for x in (z, a.exponents, b.exponents, c)]
@@ -355,14 +227,23 @@ def _by_blas(a: _Lines, b: _Lines, c: Any) -> None:
 
 
 def _by_tiles(engine: numba_dot.Engine, a: _Lines, b: _Lines, c: Any) -> None:
-    left, right = a.packed(engine.element, engine.digits == 2), b.packed(engine.element, True)
-    down, across = -(-a.lines // engine.rows), -(-b.lines // engine.lanes)
-    high, wide = _BLOCK[0] // engine.rows, _BLOCK[1] // engine.lanes
-    while (blocks := -(-down // high) * -(-across // wide)) < 4 * get_num_threads() and high * wide > 1:
-        high, wide = (high // 2, wide) if high >= wide else (high, wide // 2)
-    kinds = a.like, engine.like, engine.element
-    addresses = [address(x) for x in (left, right, a.exponents, b.exponents, c)]
-    for_ranges(product_blocks, blocks, 1, *kinds, *addresses, a.lines, b.lines, a.terms, high, wide)
+    left = a.packed(engine.element, engine.digits == 2, 0, a.lines)
+    # Some columns at a time: memory that is used again costs no page faults.
+    column = max(1, 2 * b.terms * engine.element.itemsize)
+    slab = max(_SLAB * get_num_threads() // column, 2 * _BLOCK[1]) // engine.lanes * engine.lanes
+    for first in range(0, b.lines, slab):
+        columns = min(slab, b.lines - first)
+        right = b.packed(engine.element, True, first, columns)
+        down, across = -(-a.lines // engine.rows), -(-columns // engine.lanes)
+        high, wide = _BLOCK[0] // engine.rows, _BLOCK[1] // engine.lanes
+        while (blocks := -(-down // high) * -(-across // wide)) < 4 * get_num_threads() and high * wide > 1:
+            high, wide = (high // 2, wide) if high >= wide else (high, wide // 2)
+        kinds = a.like, engine.like, engine.element
+        exponents = address(a.exponents), address(b.exponents) + 4 * first
+        addresses = address(left), address(right), *exponents, address(c) + first * c.itemsize
+        for_ranges(
+            product_blocks, blocks, 1, *kinds, *addresses, a.lines, columns, a.terms, b.lines, high, wide
+        )  # fmt: skip
 
 
 def product(a: Any, b: Any, c: Any, balance: Any = None, engine: str | None = None) -> bool:
@@ -430,6 +311,8 @@ class Part:
 
     def __init__(self, a: Any, b: Any, balance: Any) -> None:
         self._a, self._b = _Lines(a, False, balance, 16), _Lines(b, True, balance, 16)
+        self._a.find_exponents()
+        self._b.find_exponents()
         self.exponents = self._a.exponents, self._b.exponents
         self.finite = self._a.finite and self._b.finite
 
@@ -446,7 +329,9 @@ class Part:
 
 def exponents(x: Any, columns: bool) -> Any:
     """`int16.largest_exponents` of the rows of a matrix, or of its columns."""
-    return _Lines(x, columns, None, 16).exponents.astype(np.int64)
+    lines = _Lines(x, columns, None, 16)
+    lines.find_exponents()
+    return lines.exponents.astype(np.int64)
 
 
 def balance_of(weight: Any) -> Any:

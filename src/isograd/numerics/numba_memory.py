@@ -54,6 +54,16 @@ def store(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic
+def advance(typingctx: Any, base: Any, offset: Any) -> Any:
+    """The pointer to an element."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.gep(arguments[0], [arguments[1]])
+
+    return base(base, types.int64), generate
+
+
+@intrinsic
 def keep_alive(typingctx: Any, array: Any) -> Any:
     """Use an array as late as here: Numba frees one after its last use, and knows nothing of pointers into it."""
 
@@ -147,12 +157,6 @@ def empty_work(count: Any, like: Any) -> Any:
 def _empty_work(count, like):
     dtype = np.float32 if _WORK[like] == types.float32 else np.float64
     return lambda count, like: np.empty(count, dtype)
-
-
-@intrinsic
-def keep(typingctx: Any, array: Any) -> Any:
-    """Use an array at the end of a kernel: Numba frees it after its last use, of which an address taken is none."""
-    return types.void(array), lambda context, builder, signature, arguments: context.get_dummy_value()
 
 
 def empty_stored(count: Any, like: Any) -> Any:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from isograd.flash_attention.numba_kernels import find_problem
-from isograd.flash_attention.numba_product import advance
 from isograd.flash_attention.numba_rows import BFLOAT16, HALF, Rows, padded, store_rows
 from isograd.flash_attention.numba_scores import Dropout, Hidden, Place, hide, keep_factors, key_range
 from isograd.flash_attention.order_free.numba_tiles import (
@@ -29,7 +28,7 @@ from isograd.flash_attention.order_free.reference import MARGIN, REACH
 from isograd.numerics import constants as c_
 from isograd.numerics.numba_dot import tile_lanes
 from isograd.numerics.numba_functions import tanh_value
-from isograd.numerics.numba_memory import keep, load, pointer, store
+from isograd.numerics.numba_memory import advance, keep_alive, load, pointer, store
 from isograd.numerics.numba_ops import as_int, fma, from_key, log_core_32, max_key, pow2_32, split_32, two_sum
 from isograd.numerics.numba_storage import widen
 from isograd.runtime.numba_compile import device_function, kernel, subroutine
@@ -292,5 +291,5 @@ def forward(engine, element, call, table, start, stop):
         lse = pointer(call.lse + 4 * row, _ZERO)
         _finish(call, total, line, top, sums, bad, lse, rows)
         store_rows(call.o, batch, head, problem[Q_START] + i, rows, e, total, line, _ONE)
-    keep(floats)
-    keep(integers)
+    keep_alive(floats)
+    keep_alive(integers)

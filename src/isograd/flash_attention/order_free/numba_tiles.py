@@ -10,15 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isograd.flash_attention.numba_product import advance
 from isograd.flash_attention.order_free.reference import BLOCK as BLOCK
 from isograd.flash_attention.order_free.reference import LEAST, NO_ROW
 from isograd.numerics import int16
 from isograd.numerics.constants import MAGIC_32
 from isograd.numerics.numba_dot import add_products, tile_lanes, tile_rows, word_terms
-from isograd.numerics.numba_int16 import exponent_of
-from isograd.numerics.numba_memory import load, pointer, stack_lanes, store
+from isograd.numerics.numba_memory import advance, load, pointer, stack_lanes, store
 from isograd.numerics.numba_ops import as_float, as_int, fma, pow2_32
+from isograd.numerics.numba_panels import exponent_of, pack_panels
 from isograd.numerics.numba_storage import widen
 from isograd.runtime.numba_compile import device_function, kernel, subroutine
 
@@ -90,53 +89,15 @@ def cut_rows(like, x_address, strides, cut, start, stop):
 
 # --- panels ----------------------------------------------------------------------------------------------------------
 @device_function
-def _pack(source, step, stride, lines, n, width, split, element, out):
-    terms = word_terms(element)
-    bits, groups = 32 // terms, n // terms
-    mask, words = np.int32((1 << bits) - 1), 2 * width if split else width
-    for first in range(0, lines, width):
-        for group in range(groups):
-            to = advance(out, (first // width * groups + group) * words)
-            from_ = advance(source, first * step + group * terms * stride)
-            if split:
-                for i in range(width):
-                    high, low = np.int32(0), np.int32(0)
-                    for t in range(terms):
-                        v = np.int32(load(from_, i * step + t * stride))
-                        less = np.int32(np.int32(np.int32(v + 128) & 255) - 128)
-                        more = np.int32(np.int32(v - less) >> 8)
-                        low = np.int32(low | np.int32(np.int32(less & mask) << np.int32(bits * t)))
-                        high = np.int32(high | np.int32(np.int32(more & mask) << np.int32(bits * t)))
-                    store(to, i, high)
-                    store(to, width + i, low)
-            else:
-                for i in range(width):
-                    word = np.int32(0)
-                    for t in range(terms):
-                        v = np.int32(load(from_, i * step + t * stride))
-                        word = np.int32(word | np.int32(np.int32(v & mask) << np.int32(bits * t)))
-                    store(to, i, word)
-
-
-@subroutine
-def pack(source, step, stride, lines, n, width, split, element, out):
-    """Panels of `width` lines of n integers each, as words or, split, as words of digits; step or stride is 1."""
-    if step == 1:
-        _pack(source, 1, stride, lines, n, width, split, element, out)
-    else:
-        _pack(source, step, 1, lines, n, width, split, element, out)
-
-
-@device_function
 def pack_left(engine, element, source, step, stride, lines, n, out):
     """Panels of what a tile's rows come from."""
-    pack(source, step, stride, lines, n, tile_rows(engine), word_terms(element) == 4, element, out)
+    pack_panels(source, step, stride, lines, n, tile_rows(engine), word_terms(element) == 4, element, out)
 
 
 @device_function
 def pack_right(engine, element, source, step, stride, lines, n, out):
     """Panels of what its columns come from."""
-    pack(source, step, stride, lines, n, tile_lanes(engine), True, element, out)
+    pack_panels(source, step, stride, lines, n, tile_lanes(engine), True, element, out)
 
 
 @device_function
@@ -147,7 +108,8 @@ def _multiply(engine, element, left, i, right, j, n, z):
     for c in range(rows * lanes):
         store(z, c, np.int64(0))
     a = advance(left, i * groups * terms // 2 * rows)
-    add_products(engine, a, advance(right, j * groups * 2 * lanes), groups, z)
+    b = advance(right, j * groups * 2 * lanes)
+    add_products(engine, a, b, groups, z, b)
 
 
 @device_function
