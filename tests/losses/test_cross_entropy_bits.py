@@ -198,6 +198,7 @@ def test_the_invariance_checks_catch_a_sum_in_floats(kind, monkeypatch):
 def test_threads(kind, monkeypatch):
     helpers = []
     submit = parallel._submit
+    monkeypatch.setattr(parallel, "_SMALLEST", 1 << 15)  # chunks for every thread
     monkeypatch.setattr(parallel, "_submit", lambda task, count: helpers.append(count) or submit(task, count))
     rng = np.random.default_rng(5)
     all_problems = [

@@ -269,6 +269,7 @@ def test_long_half_rows_may_be_padded_too():
 def test_threads(operation, dtype, monkeypatch):
     helpers = []
     submit = parallel._submit
+    monkeypatch.setattr(parallel, "_SMALLEST", 1 << 15)  # chunks for every thread
     monkeypatch.setattr(parallel, "_submit", lambda task, count: helpers.append(count) or submit(task, count))
     rng = np.random.default_rng(25)
     ig.set_num_threads(1)

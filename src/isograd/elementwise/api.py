@@ -17,13 +17,14 @@ from isograd.numerics.storage import address, kernel_type, require_array
 from isograd.runtime import parallel
 from isograd.runtime.fenv import default_environment
 
-_GRAIN = 1 << 15  # elements of one chunk: some 50 microseconds of work
+_WORK = 2  # of an element, which takes a nanosecond or two, for `parallel.grain`
 
 
 def _run(kernel: Any, *inputs: NDArray[Any]) -> NDArray[Any]:
     contiguous = [np.ascontiguousarray(x) for x in inputs]
     y = np.empty(inputs[0].shape, inputs[0].dtype)
-    parallel.for_ranges(kernel, y.size, _GRAIN, kernel_type(y.dtype), *map(address, contiguous), address(y))
+    grain = parallel.grain(y.size, _WORK)
+    parallel.for_ranges(kernel, y.size, grain, kernel_type(y.dtype), *map(address, contiguous), address(y))
     return y
 
 
@@ -45,7 +46,7 @@ def scale(x: NDArray[Any], factor: NDArray[Any], out: NDArray[Any]) -> None:
         factors = np.atleast_1d(factor).astype(work_dtype(x.dtype), order="C")
     x = np.ascontiguousarray(x)
     arguments = (kernel_type(x.dtype), factors, x.size // max(factors.size, 1), address(x), address(out))
-    parallel.for_ranges(numba_kernels.scale, x.size, _GRAIN, *arguments)
+    parallel.for_ranges(numba_kernels.scale, x.size, parallel.grain(x.size, 1), *arguments)
 
 
 def exp(x: NDArray[Any]) -> NDArray[Any]:

@@ -19,8 +19,6 @@ from isograd.reduction.axes import Axes, normalized
 from isograd.runtime import parallel
 from isograd.runtime.fenv import default_environment
 
-_GRAIN = 1 << 16  # elements of one chunk
-
 
 def _reduce(operation: str, x: NDArray[Any], axis: Axes, keepdims: bool) -> NDArray[Any]:
     x = require_array(operation, "x", x)
@@ -32,7 +30,7 @@ def _reduce(operation: str, x: NDArray[Any], axis: Axes, keepdims: bool) -> NDAr
     out = np.empty(shape, x.dtype)
     with default_environment():
         divisor = work_dtype(x.dtype)(count if operation == "mean" else 1)
-    grain = builtins.max(_GRAIN // builtins.max(count, 1), 1)
+    grain = parallel.grain(out.size, count)
     parallel.for_ranges(
         numba_kernels.sum_rows, out.size, grain, kernel_type(x.dtype), address(terms), address(out), count, divisor
     )
