@@ -44,7 +44,7 @@ def main() -> None:
     checked_file(arguments.json, "--json")
     threads = arguments.threads
     ig.set_num_threads(threads)
-    found: dict[str, Any] = {"machine": machine(None), "GFLOP/s": {}}
+    found: dict[str, Any] = {"machine": machine(None), "sizes": {}}
     rng = np.random.default_rng(0)
     with threadpoolctl.threadpool_limits(threads):
         for m, k, n in SHAPES:
@@ -57,7 +57,8 @@ def main() -> None:
             rows["int16, bfloat16, balanced"] = lambda x=xb, w=wb: matmul(x, w.T, balance=numba_int16.balance_of(w.T))
             rows["wide, float32"] = lambda x=x, w=w: matmul(x, w.T)
             print(f"{m} x {k} @ {k} x {n}, {threads} threads")
-            rates = found["GFLOP/s"][f"{m} x {n} x {k}"] = {}
+            rates = {}
+            found["sizes"][f"{m} x {n} x {k}"] = {"GFLOP/s": rates}
             beside = 0.0
             for name, f in rows.items():
                 rate = 2 * m * k * n / seconds(f) / 1e9

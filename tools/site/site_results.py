@@ -31,6 +31,7 @@ _TITLES = {
     "llama-step-cuda": "A step of a Llama",
     "lm-curve": "A language model with order-free products",
     "losses-cuda": "Cross entropy",
+    "matmul-cpu": "Order-free matrix products on a CPU",
     "optim-cuda": "Optimizers and clipping",
     "products-cuda": "Order-free matrix products",
 }
@@ -42,6 +43,7 @@ UNITS = {
     "terabytes_per_second": "TB/s",
     "TB/s": "TB/s",
     "TFLOP/s": "TFLOP/s",
+    "GFLOP/s": "GFLOP/s",
     "gb_per_s": "GB/s",
     "gigabytes_per_second": "GB/s",
     "gigabytes": "GB",
@@ -53,6 +55,7 @@ UNITS = {
 DRAWN = {
     "teraflops": True,
     "TFLOP/s": True,
+    "GFLOP/s": True,
     "terabytes_per_second": True,
     "TB/s": True,
     "gb_per_s": True,

@@ -4,7 +4,6 @@ NumPy arrays of float16, bfloat16, float32 or float64 of any shape and strides; 
 reduced axes are not the last ones of a C-contiguous array, the array is copied.
 """
 
-import builtins
 import math
 from typing import Any
 

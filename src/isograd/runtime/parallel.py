@@ -113,8 +113,8 @@ def set_num_threads(threads: int) -> None:
 
 # --- chunks ----------------------------------------------------------------------------------------------------------
 # A chunk is at least some 100 microseconds of work, as long as a virtual machine takes to wake a thread, and at most
-# about a millisecond, so that an interrupt is noticed soon. Between the two every thread gets several chunks and the last
-# ones even out.
+# about a millisecond, so that an interrupt is noticed soon. Between the two every thread gets several chunks, and the
+# last ones even out.
 _SMALLEST, _LARGEST, _CHUNKS = 1 << 17, 1 << 20, 8
 
 
