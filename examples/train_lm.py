@@ -3,14 +3,15 @@
     python examples/train_lm.py --steps 600 --device cuda --seed 1
     torchrun --nproc-per-node 4 examples/train_lm.py --parallel fsdp2 --checkpoint run.pt --plot loss.png
     torchrun --nproc-per-node 2 examples/train_lm.py --parallel ddp --resume run.pt
-    python examples/train_lm.py --products int16 --text LICENSE --steps 20
+    python examples/train_lm.py --products int16 --text LICENSE --steps 20 --dtype bfloat16
 
 The model and its step are those of `isograd demo --model lm`, in `src/isograd/cli/language_model.py`; here is what
 spreads them over ranks, saves and resumes. The digest of the weights that is printed at the end is the same for every
 number of ranks, each way of sharding, and after a run was stopped and resumed with another number. It is that of one
 `--micro-batch`, the sequences of a pass, and of one text: Python's differs between versions. By default matrix products
 are torch's, and so it is that of one kind of machine with one version of torch as well. With `--products int16` they
-are order-free, attention is made of them, and the digest is that of every machine.
+and attention are order-free, and the digest is that of every machine. `--dtype bfloat16` computes them in bfloat16, by
+torch.autocast, attention by its flash kernels.
 """
 
 import math
@@ -30,6 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from isograd.cli.language_model import (
     MICRO_BATCH,
     UNITS,
+    DTypes,
     Model,
     Products,
     Text,
@@ -53,8 +55,9 @@ class Run(Training):
     """A training on all ranks: what is saved, and what goes on from there with any number of them."""
 
     def __init__(
-        self, steps: int, device: str, seed: int, parallel: Parallel, micro_batch: int, products: Products, text: Text
-    ) -> None:
+        self, steps: int, device: str, seed: int, parallel: Parallel, micro_batch: int, products: Products, text: Text,
+        dtype: DTypes = "float32",
+    ) -> None:  # fmt: skip
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if UNITS % ranks:
             raise typer.BadParameter(f"{ranks} ranks; accepted: a number that divides the {UNITS} units of a step")
@@ -69,7 +72,7 @@ class Run(Training):
             return model
 
         place = torch.device(device, rank if device == "cuda" else None)
-        super().__init__(text, steps, place, seed, products, micro_batch, rank, ranks, wrap)
+        super().__init__(text, steps, place, seed, products, dtype, micro_batch, rank, ranks, wrap)
 
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on, whole on the first rank."""
@@ -133,6 +136,7 @@ def main(
     seed: Annotated[int, typer.Option(min=0, help="Of the weights, the batches and the sample.")] = 0,
     parallel: Annotated[Parallel, typer.Option(help="How the model lies on the ranks.")] = "none",
     products: Annotated[Products, typer.Option(help="Whose matrix products.")] = "torch",
+    dtype: Annotated[DTypes, typer.Option(help="Of products and attention; weights are float32.")] = "float32",
     text: Annotated[Path | None, typer.Option(help="A file to learn, in place of Python's help pages.")] = None,
     micro_batch: Annotated[
         int, typer.Option(min=1, help=f"Sequences of each of the {UNITS} units of a step.")
@@ -149,7 +153,7 @@ def main(
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
         with deterministic():
-            run = Run(steps, device, seed, parallel, micro_batch, products, read(text))
+            run = Run(steps, device, seed, parallel, micro_batch, products, read(text), dtype)
             console = Console(quiet=run.rank != 0)
             if resume:
                 run.resume(resume)

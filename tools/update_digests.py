@@ -55,7 +55,7 @@ def main(named: list[str]) -> int:
     else:
         run = training.train(training.load_data(), training.EPOCHS, training.SEED)
         digests["demo"] = {"epochs": training.EPOCHS, "seed": training.SEED, "weights": training.digest(run)}
-        lengths = [int(steps) for steps in before["language_model"]["weights"]]
+        lengths = [int(steps) for steps in before["language_model"]["weights"]["float32"]]
         digests["language_model"] = demo_lm.published_entry(lengths)
     status, differs = 0, False
     for entry in registry.kernels():

@@ -25,7 +25,7 @@ def test_the_published_weights_and_a_plot(cli, tmp_path):
     result = cli(*LM, "--steps", 4, "--output", tmp_path / "new")
     assert result.exit_code == 0, result.stdout + result.stderr
     assert "They agree" in result.stdout
-    assert result.stdout.count(check.published()["language_model"]["weights"]["4"]) == 2
+    assert result.stdout.count(check.published()["language_model"]["weights"]["float32"]["4"]) == 2
     losses = [float(x) for x in re.findall(r"│ +\d+ │ +(\d\.\d{4}) │", result.stdout)]
     assert len(losses) == 4
     assert losses[3] < losses[0] - 0.8
@@ -39,7 +39,11 @@ def test_without_options_it_gives_published_weights_too(cli, tmp_path):
     assert found["agrees"]
     assert len(found["losses"]) == found["steps"] == demo_lm.STEPS
     assert found["losses"][-1] < found["losses"][0] - 1.5
-    assert demo_lm.published_entry([4])["weights"]["4"] == check.published()["language_model"]["weights"]["4"]
+    found, known = demo_lm.published_entry([4])["weights"], check.published()["language_model"]["weights"]
+    assert found == {dtype: {"4": known[dtype]["4"]} for dtype in demo_lm.DTYPES}
+    mixed = json.loads(cli(*LM, "--json", "--dtype", "bfloat16", "--output", tmp_path).stdout)
+    assert mixed["agrees"]
+    assert mixed["dtype"] == "bfloat16"
 
 
 @pytest.mark.usefixtures("torch")
@@ -68,10 +72,10 @@ def test_other_settings_have_no_published_digest(cli, tmp_path, other):
 
 @pytest.mark.usefixtures("torch")
 def test_another_text_has_no_published_digest(monkeypatch):
-    assert demo_lm._published(4, 0) == check.published()["language_model"]["weights"]["4"]
-    assert demo_lm._published(4, 1) is None
+    assert demo_lm._published(4, 0, "float32") == check.published()["language_model"]["weights"]["float32"]["4"]
+    assert demo_lm._published(4, 1, "float32") is None
     monkeypatch.setattr(demo_lm, "license_text", lambda: "another text")
-    assert demo_lm._published(4, 0) is None
+    assert demo_lm._published(4, 0, "float32") is None
 
 
 def test_the_text_is_the_license_of_the_repository(monkeypatch, tmp_path):
@@ -97,6 +101,11 @@ def test_the_text_is_the_license_of_the_repository(monkeypatch, tmp_path):
         (("demo", "--steps", 3), "--steps is 3, which --model lm has; --model digits takes --epochs"),
         (("demo", "--device", "cuda"), "--device is 'cuda'; --model digits trains on the CPU, --model lm on both"),
         ((*LM, "--device", "mps"), "--device is 'mps'; accepted: cpu, cuda"),
+        ((*LM, "--dtype", "float16"), "--dtype is 'float16'; accepted: float32, bfloat16"),
+        (
+            ("demo", "--dtype", "bfloat16"),
+            "--dtype is 'bfloat16'; --model digits computes in float32, --model lm in both",
+        ),
     ],
 )
 def test_options_that_do_not_go_together(cli, arguments, said):

@@ -81,7 +81,7 @@ def test_an_operations_table_says_what_its_declaration_does(site):
 def test_the_digest_of_the_language_model_is_the_published_one(page):
     from isograd.cli import check
 
-    published = check.published()["language_model"]["weights"]["4"]
+    published = check.published()["language_model"]["weights"]["float32"]["4"]
     assert re.findall(r"`([0-9a-f]{8})…([0-9a-f]{8})`", (ROOT / page).read_text()) == [(published[:8], published[-8:])]
 
 

@@ -12,13 +12,14 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "torch"))
-from test_train_lm import ORDER_FREE, PUBLISHED, ranks  # noqa: E402
+from test_train_lm import MIXED, ORDER_FREE, PUBLISHED, ranks  # noqa: E402
 
 from isograd.cli.main import app  # noqa: E402
 
 
 def test_order_free_products_give_the_published_digest() -> None:
     assert ranks(1, *ORDER_FREE, "4", "--device", "cuda") == PUBLISHED[4]
+    assert ranks(1, *ORDER_FREE, "20", "--device", "cuda", "--dtype", "bfloat16") == MIXED[20]
 
 
 def test_the_demo_gives_it(tmp_path: Path) -> None:
@@ -34,3 +35,5 @@ def test_the_demo_gives_it(tmp_path: Path) -> None:
 def test_two_gpus_give_it_too() -> None:
     assert ranks(2, *ORDER_FREE, "4", "--device", "cuda", "--parallel", "ddp") == PUBLISHED[4]
     assert ranks(2, *ORDER_FREE, "20", "--device", "cuda", "--parallel", "fsdp2") == PUBLISHED[20]
+    mixed = [*ORDER_FREE, "20", "--device", "cuda", "--dtype", "bfloat16"]
+    assert ranks(2, *mixed, "--parallel", "fsdp2") == ranks(2, *mixed, "--parallel", "ddp") == MIXED[20]

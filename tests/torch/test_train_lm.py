@@ -19,7 +19,10 @@ from isograd.cli import check
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_lm.py"
 # Of every machine with order-free products, after so many steps.
-PUBLISHED = {int(steps): weights for steps, weights in check.published()["language_model"]["weights"].items()}
+PUBLISHED, MIXED = (
+    {int(steps): weights for steps, weights in check.published()["language_model"]["weights"][dtype].items()}
+    for dtype in ("float32", "bfloat16")
+)
 ORDER_FREE = ["--products", "int16", "--text", str(EXAMPLE.parents[1] / "LICENSE"), "--steps"]
 
 
@@ -91,20 +94,30 @@ def test_order_free_products_give_the_published_digest(example):
     assert run(example, *ORDER_FREE, "4") == PUBLISHED[4]
 
 
+@pytest.mark.usefixtures("short")
+def test_mixed_precision_gives_its_own(example):
+    assert run(example, *ORDER_FREE, "4", "--dtype", "bfloat16") == MIXED[4]
+
+
 def test_what_is_written_about_it_quotes_the_published_digests():
     root = EXAMPLE.parents[1]
-    assert set(PUBLISHED) == {4, 20}
+    assert set(PUBLISHED) == set(MIXED) == {4, 20}
     assert f"`{PUBLISHED[4][:8]}…{PUBLISHED[4][-8:]}`" in (root / "README.md").read_text("utf-8")
-    assert PUBLISHED[20] in (root / "docs" / "reproducible_training.md").read_text("utf-8")
+    page = (root / "docs" / "reproducible_training.md").read_text("utf-8")
+    assert PUBLISHED[20] in page
+    assert MIXED[20] in page
 
 
-def test_nothing_in_a_step_by_order_free_products_depends_on_an_order_or_the_machine(example):
-    trained = example.Run(4, "cpu", 0, "none", 2, "int16", example.read(EXAMPLE.parents[1] / "LICENSE"))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_in_a_step_by_order_free_products_depends_on_an_order_or_the_machine(example, dtype):
+    trained = example.Run(4, "cpu", 0, "none", 2, "int16", example.read(EXAMPLE.parents[1] / "LICENSE"), dtype)
     with igt.audit(trained.model) as audit:
         trained.advance()
     assert not trained.switch.report().not_replaced
     left = {entry.operator for entry in audit.findings}
     assert left == {"aten::randint", "aten::mean"}  # what is drawn for every unit, and the loss that is shown
+    attention = {entry.operator for entry in audit.entries if "attention" in entry.operator}
+    assert attention == ({"isograd::attention", "isograd::attention_backward"} if dtype == "bfloat16" else set())
 
 
 @pytest.mark.thorough
@@ -113,6 +126,9 @@ def test_the_published_digest_on_any_processor_threads_and_ranks(example):
     generic = {"NUMBA_CPU_NAME": "generic", "ATEN_CPU_CAPABILITY": "default"}
     assert ranks(1, *ORDER_FREE, "4", environment=generic) == PUBLISHED[4]
     assert ranks(2, *ORDER_FREE, "4", "--parallel", "fsdp2", environment={"ISOGRAD_NUM_THREADS": "2"}) == PUBLISHED[4]
+    mixed = [*ORDER_FREE, "4", "--dtype", "bfloat16"]
+    assert ranks(1, *mixed, environment=generic) == MIXED[4]
+    assert ranks(2, *mixed, "--parallel", "fsdp2") == ranks(4, *mixed, "--parallel", "ddp") == MIXED[4]
 
 
 @pytest.mark.thorough

@@ -43,6 +43,12 @@ def demo(
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help=f"lm: training steps. [{demo_lm.STEPS}]")] = None,
     device: Annotated[str, typer.Option(help="lm: where to train. Accepted: cpu, cuda.")] = "cpu",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="lm: of products and attention; weights are float32. Accepted: float32, bfloat16 (by torch.autocast)."
+        ),
+    ] = "float32",
     seed: Annotated[int, typer.Option(min=0, help="Seed of initial weights and shuffling.")] = training.SEED,
     as_json: Annotated[bool, typer.Option("--json", help="Print a machine-readable report.")] = False,
 ) -> None:
@@ -56,15 +62,19 @@ def demo(
     """
     require_accepted("--model", [model], _MODELS)
     require_accepted("--device", [device], ("cpu", "cuda"))
+    require_accepted("--dtype", [dtype], demo_lm.DTYPES)
     if model == "lm":
         if epochs is not None:
             raise InvalidProblemError(f"--epochs is {epochs}, which --model digits has; --model lm takes --steps")
-        demo_lm.demo(output, steps or demo_lm.STEPS, device, seed, as_json)
+        chosen = next(d for d in demo_lm.DTYPES if d == dtype)
+        demo_lm.demo(output, steps or demo_lm.STEPS, device, seed, chosen, as_json)
         return
     if steps is not None:
         raise InvalidProblemError(f"--steps is {steps}, which --model lm has; --model digits takes --epochs")
     if device != "cpu":
         raise InvalidProblemError(f"--device is {device!r}; --model digits trains on the CPU, --model lm on both")
+    if dtype != "float32":
+        raise InvalidProblemError(f"--dtype is {dtype!r}; --model digits computes in float32, --model lm in both")
     _digits(output, epochs or training.EPOCHS, seed, as_json)
 
 

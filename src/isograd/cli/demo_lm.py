@@ -29,9 +29,10 @@ from isograd.cli.progress import (
 from isograd.errors import InvalidProblemError
 
 if TYPE_CHECKING:
-    from isograd.cli.language_model import Training
+    from isograd.cli.language_model import DTypes, Training
 
 STEPS = 20
+DTYPES: tuple[DTypes, ...] = ("float32", "bfloat16")
 _SEEDS = 1 << 32  # that torch's generator tells apart
 
 
@@ -63,14 +64,20 @@ def _one_thread(torch: Any) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def train(steps: int, device: str, seed: int, after_step: Callable[[Training], Any] = lambda _: None) -> Training:
+def train(
+    steps: int,
+    device: str,
+    seed: int,
+    after_step: Callable[[Training], Any] = lambda _: None,
+    dtype: DTypes = "float32",
+) -> Training:
     """A training by order-free products that has come to its end; `after_step` sees it as it goes on."""
     torch = optional("torch", "PyTorch", "torch", "The language model")
     from isograd.cli import language_model
 
     text = language_model.numbered(license_text())
     with language_model.deterministic(), _one_thread(torch):
-        run = language_model.Training(text, steps, torch.device(device), seed)
+        run = language_model.Training(text, steps, torch.device(device), seed, dtype=dtype)
         for _ in range(steps):
             run.advance()
             after_step(run)
@@ -86,16 +93,17 @@ def digest(run: Training) -> str:
 
 def published_entry(lengths: list[int]) -> dict[str, Any]:
     """What is published: the digests after trainings of so many steps on this text."""
-    return {"seed": 0, "text": _text_digest(), "weights": {str(n): digest(train(n, "cpu", 0)) for n in lengths}}
+    weights = {d: {str(n): digest(train(n, "cpu", 0, dtype=d)) for n in lengths} for d in DTYPES}
+    return {"seed": 0, "text": _text_digest(), "weights": weights}
 
 
-def _published(steps: int, seed: int) -> str | None:
+def _published(steps: int, seed: int, dtype: DTypes) -> str | None:
     entry = published()["language_model"]
     known = (entry["seed"], entry["text"]) == (seed, _text_digest())
-    return entry["weights"].get(str(steps)) if known else None
+    return entry["weights"][dtype].get(str(steps)) if known else None
 
 
-def demo(output: Path, steps: int, device: str, seed: int, as_json: bool) -> None:
+def demo(output: Path, steps: int, device: str, seed: int, dtype: DTypes, as_json: bool) -> None:
     """Train, show what came of it, and end with the command's exit status."""
     if seed >= _SEEDS:
         raise InvalidProblemError(f"--seed is {seed}; --model lm takes one below {_SEEDS}")
@@ -111,14 +119,14 @@ def demo(output: Path, steps: int, device: str, seed: int, as_json: bool) -> Non
         console.print(
             f"Training a character model of {lm.LAYERS} layers on the {len(text.numbers):,} characters of isograd's "
             f"license; {device}, {steps} steps of {lm.UNITS * lm.MICRO_BATCH} sequences, AdamW, seed {seed}.\n"
-            f"Width {lm.WIDTH}, {lm.HEADS} heads of attention, {lm.CHOSEN} of {lm.EXPERTS} experts a character; all "
-            "matrix products by 16-bit integers."
+            f"Width {lm.WIDTH}, {lm.HEADS} heads of attention, {lm.CHOSEN} of {lm.EXPERTS} experts a character; "
+            f"{dtype}, all matrix products by 16-bit integers."
         )
     began = time.perf_counter()
     try:
         with Activity(messages, "Training", steps) as activity:
             activity.step("first step", advance=0)
-            run = train(steps, device, seed, lambda run: activity.step(f"loss {run.losses[-1].item():.3f}"))
+            run = train(steps, device, seed, lambda run: activity.step(f"loss {run.losses[-1].item():.3f}"), dtype)
     except KeyboardInterrupt:  # the activity has said how far it came
         raise typer.Exit(INTERRUPTED) from None
     seconds = time.perf_counter() - began
@@ -130,13 +138,14 @@ def demo(output: Path, steps: int, device: str, seed: int, as_json: bool) -> Non
         messages.print(f"{error}", markup=False)
     except OutputError as error:
         lost = error
-    weights, expected = digest(run), _published(steps, seed)
+    weights, expected = digest(run), _published(steps, seed, dtype)
     if as_json:
         report = {
             "model": "lm",
             "steps": steps,
             "seed": seed,
             "device": device,
+            "dtype": dtype,
             "seconds": round(seconds, 2),
             "losses": losses,
             "sha256": weights,
@@ -155,7 +164,7 @@ def demo(output: Path, steps: int, device: str, seed: int, as_json: bool) -> Non
         console.print(f"Trained in {seconds:.1f} s.")
         if plot is not None:
             console.print(f"Curve of the loss: {plot}", soft_wrap=True)
-        others = ", ".join(published()["language_model"]["weights"])
+        others = ", ".join(published()["language_model"]["weights"][dtype])
         tell_digest(
             console, weights, expected,
             f"{steps} steps with this seed; the one above is still the same on every machine. The published ones are "

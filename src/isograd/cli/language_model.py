@@ -2,8 +2,9 @@
 
 Norms, attention, the router, the way of the tokens to their experts and back, embeddings, loss, clipping and optimizer
 run on isograd, and gradients are added up in integers: a step is UNITS backward passes, spread over the ranks. With
-products="int16" matrix products are order-free and attention is made of them: then the weights have the same bits on
-every machine. Weights and batches are drawn on the CPU, from integers.
+products="int16" matrix products are order-free, and so is attention: dense in float32, and in bfloat16, where the
+forward pass runs under torch.autocast, by the kernels of flash attention. Then the weights have the same bits on every
+machine. Weights and batches are drawn on the CPU, from integers.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ EXPERTS, CHOSEN, HIDDEN = 8, 2, 96
 UNITS, LEARNING_RATE = 8, 3e-3
 MICRO_BATCH = 2  # sequences of a unit
 Products = Literal["torch", "int16"]
+DTypes = Literal["float32", "bfloat16"]
 
 
 @contextlib.contextmanager
@@ -168,6 +170,7 @@ class Training:
         device: torch.device,
         seed: int = 0,
         products: Products = "int16",
+        dtype: DTypes = "float32",
         micro_batch: int = MICRO_BATCH,
         rank: int = 0,
         ranks: int = 1,
@@ -176,6 +179,7 @@ class Training:
         self.text, self.seed, self.micro_batch, self.step = text, seed, micro_batch, 0
         self.rank, self.ranks, self.device = rank, ranks, device
         self.switch = igt.use(products=None if products == "torch" else products)
+        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16")
         self.losses: list[Tensor] = []
         self.model = Model(len(text.alphabet))
         self.model.initialize(torch.Generator().manual_seed(seed))
@@ -196,8 +200,9 @@ class Training:
         for unit in starts[self.rank :: self.ranks]:
             window = self.text.numbers[unit[:, None] + torch.arange(CONTEXT + 1)].to(self.device)
             with self.switch:
-                logits, auxiliary = self.wrapped(window[:, :-1])
-                loss = igt.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
+                with self.autocast:
+                    logits, auxiliary = self.wrapped(window[:, :-1])
+                loss = igt.cross_entropy(logits.flatten(0, 1).float(), window[:, 1:].flatten())
                 (loss + auxiliary).backward()
             losses.append(loss.detach())
         self.total.finish()
