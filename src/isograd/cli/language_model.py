@@ -88,7 +88,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x: [tokens, WIDTH]. The result, and what keeps the experts evenly busy."""
-        logits = self.gate(x)
+        logits = self.gate(x).float()  # autocast would leave a softmax in bfloat16 on a CPU, and not on a GPU
         weights, experts = igt.moe_router(logits, CHOSEN, renormalize=True)
         order, offsets = igt.expert_permutation(experts, EXPERTS)
         rows = igt.moe_permute(x, order, CHOSEN)

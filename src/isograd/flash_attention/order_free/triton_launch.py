@@ -51,17 +51,13 @@ def forward_tile(p: Problem) -> Tile:
     wide = max(_widths(p)[2:])
     if p.architecture < 90:
         return Tile(64, 4, 1)
-    return Tile(128, 8, 2 if wide <= 128 else 1)
+    return Tile(64, 4, 2) if wide <= 64 else Tile(128, 8, 2 if wide <= 128 else 1)
 
 
 def backward_tiles(p: Problem) -> BackwardTiles:
     """Those of the backward pass."""
-    wide = max(_widths(p)[2:])
-    if p.architecture < 90:
-        return BackwardTiles(Tile(64, 4, 1), Tile(64, 4, 1))
     # Two programs of four warps on a multiprocessor: one multiplies while the other one waits for its operands.
-    tile = Tile(128, 8, 2) if wide <= 64 else Tile(64, 4, 1)
-    return BackwardTiles(tile, tile)
+    return BackwardTiles(Tile(64, 4, 1), Tile(64, 4, 1))
 
 
 def _widths(p: Problem) -> tuple[int, int, int, int]:
