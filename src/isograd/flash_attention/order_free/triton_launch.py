@@ -56,8 +56,10 @@ def forward_tile(p: Problem) -> Tile:
 
 def backward_tiles(p: Problem) -> BackwardTiles:
     """Those of the backward pass."""
-    # Two programs of four warps on a multiprocessor: one multiplies while the other one waits for its operands.
-    return BackwardTiles(Tile(64, 4, 1), Tile(64, 4, 1))
+    # Two programs of four warps on a multiprocessor: one multiplies while the other one waits for its operands. Where
+    # pairs may be hidden, dv and dk in turn spill half as much, which pays for a second product.
+    hides = any(p.sides[1:]) and max(_widths(p)[2:]) > 64
+    return BackwardTiles(Tile(64, 4, 1), Tile(64, 4, 1), 2 if hides else 1)
 
 
 def _widths(p: Problem) -> tuple[int, int, int, int]:
