@@ -118,7 +118,8 @@ def test_bounds_and_the_rule_of_flash_attention(shape: tuple[Any, ...], dtype: s
     # The rule, for what a user computes: no gradient of lse.
     found = (o, *_backward(a, fields, o, lse, None, 2, compiled))
     right = (exact[0], *reference.oracle_attention_backward(a["do"], *inputs.values(), options)[:3])
-    unit = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]
+    # In float32 two ulps: how far off the plain computation is depends on the order in which a BLAS adds.
+    unit = {"float32": 2.0**-22, "float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]
     for got, wanted, plain in zip(found, right, _plain(a, options), strict=True):
         size = float(np.max(np.abs(wanted)))
         if size > 1e-10:  # with a single key dS is 0, and what is left is rounding: the bounds above hold
