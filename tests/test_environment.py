@@ -81,8 +81,8 @@ def test_without_the_guard_the_environment_would_leak_in(mode, monkeypatch):
     enter, leave = fenv.enter, fenv.leave
     monkeypatch.setattr(fenv, "enter", lambda: 0)
     monkeypatch.setattr(fenv, "leave", lambda previous: None)
-    monkeypatch.setattr(fenv.default_environment, "__enter__", lambda block: 0)
-    monkeypatch.setattr(fenv.default_environment, "__exit__", lambda block, *error: None)
+    monkeypatch.setattr(fenv._DefaultEnvironment, "__enter__", lambda block: 0)
+    monkeypatch.setattr(fenv._DefaultEnvironment, "__exit__", lambda block, *error: None)
     previous = enter()
     leave(MODES[mode])
     try:

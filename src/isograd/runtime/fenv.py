@@ -8,6 +8,7 @@ Flush-to-zero and the rounding mode live in a register that a thread inherits fr
 
 import ctypes
 import platform
+from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -86,11 +87,10 @@ leave = ctypes.PYFUNCTYPE(None, _control)(_leave)
 _exit = ctypes.PYFUNCTYPE(None, _control, *[ctypes.py_object] * 3)(_leave)
 
 
-class default_environment:  # noqa: N801 - used like a function
-    """Run a block under IEEE 754's default floating-point environment.
+class _DefaultEnvironment:
+    """Entering and leaving are calls into C.
 
-    Entering and leaving are calls into C. A method in Python may be interrupted before its first line has run, and the
-    environment would stay.
+    A method in Python may be interrupted before its first line has run, and the environment would stay.
     """
 
     __slots__ = ("_leave",)
@@ -100,3 +100,11 @@ class default_environment:  # noqa: N801 - used like a function
 
     __enter__ = staticmethod(enter)
     __exit__ = property(attrgetter("_leave"))
+
+
+_IN_FORCE = nullcontext()
+
+
+def default_environment() -> Any:
+    """A block under IEEE 754's default floating-point environment, which costs nothing where it is in force already."""
+    return _IN_FORCE if current() & SETTINGS == DEFAULT else _DefaultEnvironment()
