@@ -159,6 +159,40 @@ def location(array: Any) -> str:
     return "cpu" if isinstance(array, np.ndarray) else str(getattr(array, "device", "no device"))
 
 
+def _same_views(operands: Sequence[Any]) -> list[tuple[Any, frozenset[str]]]:
+    """Operands, each with those that it may be the same memory as, where shape and dtype are the same too."""
+    kinds = {o.name: (o.shape, o.dtype) for o in operands}
+    return [(o, frozenset(name for name in o.aliases if kinds.get(name) == kinds[o.name])) for o in operands]
+
+
+def array_check(operands: Sequence[Any]) -> Callable[[Mapping[str, Any]], bool]:
+    """As `tensor_check`, for NumPy arrays."""
+    rows = [
+        (o.name, o.shape, numpy_dtype(o.dtype), size_of(o.shape) * numpy_dtype(o.dtype).itemsize, o.output, aliases)
+        for o, aliases in _same_views(operands)
+    ]
+
+    def check(arguments: Mapping[str, Any]) -> bool:
+        places: list[tuple[str, int, int]] = []
+        for name, shape, dtype, size, output, aliases in rows:
+            array = arguments[name]
+            if type(array) is not np.ndarray or array.shape != shape or array.dtype != dtype:
+                return False
+            flags = array.flags
+            if not (flags.carray if output else flags.c_contiguous and flags.aligned):
+                return False
+            start = address(array)
+            stop = start + size
+            if output:
+                for other, first, last in places:
+                    if start < last and first < stop and not (start == first and other in aliases):
+                        return False
+            places.append((name, start, stop))
+        return True
+
+    return check
+
+
 def tensor_check(operands: Sequence[Any]) -> Callable[[Mapping[str, Any], str], bool]:
     """A function (arguments, device) that says whether all are contiguous tensors with nothing wrong about them.
 
@@ -167,14 +201,10 @@ def tensor_check(operands: Sequence[Any]) -> Callable[[Mapping[str, Any], str], 
     """
     torch = sys.modules["torch"]
     plain, strided = torch.Tensor, torch.strided
-    kinds = {o.name: (o.shape, o.dtype) for o in operands}
     rows = [
-        (
-            o.name, o.shape, getattr(torch, o.dtype), size_of(o.shape), o.output,
-            frozenset(name for name in o.aliases if kinds.get(name) == kinds[o.name]),
-        )
-        for o in operands
-    ]  # fmt: skip
+        (o.name, o.shape, getattr(torch, o.dtype), size_of(o.shape), o.output, aliases)
+        for o, aliases in _same_views(operands)
+    ]
 
     def check(arguments: Mapping[str, Any], device: str) -> bool:
         places: list[tuple[str, int, int]] = []

@@ -35,7 +35,7 @@ class Plan:
 
     descriptor_type: ClassVar[type[Descriptor]]
     __slots__ = (
-        "_are_tensors", "_inputs", "_names", "_outputs", "descriptor", "device", "kernel", "outputs", "sku",
+        "_are_arrays", "_are_tensors", "_inputs", "_names", "_outputs", "descriptor", "device", "kernel", "outputs", "sku",
         "workspace_size",
     )  # fmt: skip
 
@@ -55,7 +55,8 @@ class Plan:
         self._outputs = tuple([o for o in operands if o.output])
         self._names = frozenset([o.name for o in operands])
         self.outputs = tuple([o.name for o in self._outputs])
-        # Made when a tensor is met, and shared with the plans of calls.
+        # Made when an array or a tensor is met, and shared with the plans of calls.
+        self._are_arrays: list[Callable[[Mapping[str, Any]], bool]] = []
         self._are_tensors: list[Callable[[Mapping[str, Any], str], bool]] = []
 
     @classmethod
@@ -148,7 +149,10 @@ class Plan:
         if arguments.keys() != self._names:
             given = sorted(arguments)
             raise InvalidProblemError(f"{name}: arguments are {given}; expected {sorted(self._names)}")
-        if self._holds_for_tensors(arguments):
+        if type(arguments[self.outputs[0]]) is np.ndarray:
+            if self.device == "cpu" and self._holds_for_arrays(arguments):
+                return arguments
+        elif self._holds_for_tensors(arguments):
             if self.device == "cpu":
                 return {key: arrays.numpy_view(tensor) for key, tensor in arguments.items()}
             return arguments
@@ -175,8 +179,14 @@ class Plan:
             raise DeviceMismatchError(f"{name}: {self._locations(arguments)}; expected one device for all")
         return arguments
 
+    def _holds_for_arrays(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether a short look suffices: the arguments are contiguous arrays, as the plan asks."""
+        if not self._are_arrays:
+            self._are_arrays.append(arrays.array_check((*self._inputs, *self._outputs)))
+        return self._are_arrays[0](arguments)
+
     def _holds_for_tensors(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether a short look suffices: the arguments are contiguous tensors, as the plan asks."""
+        """The same for tensors."""
         if not arrays.is_tensor(arguments[self.outputs[0]]):
             return False
         if not self._are_tensors:
