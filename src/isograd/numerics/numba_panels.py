@@ -85,32 +85,46 @@ def _load_panel(x, offset, step, stride, lines, count, values):
                 store(values, i * CHUNK + j, widen(load(x, offset + i * step + j * stride)))
 
 
+@device_function
+def _raise_exponents(values, lines, count, shift, exponents):
+    """Raise the exponents of lines by a piece of them; whether an element is not finite."""
+    wild = False
+    for i in range(lines):
+        most, unknown = load(exponents, i), np.int32(0)
+        for j in range(count):
+            v = load(values, i * CHUNK + j)
+            e = exponent_of(v)
+            most = max(most, np.int32(e + load(shift, j)) if e > ZERO else e)
+            unknown = np.int32(unknown | np.int32(np.int32(as_int(v) & 0x7FFFFFFF) >= 0x7F800000))
+        wild |= unknown != 0
+        store(exponents, i, most)
+    return wild
+
+
+@device_function
+def _find_exponents(x, first, step, stride, lines, n, shift_address, exponents, values):
+    """The greatest exponents of the lines of a panel, whose last piece `values` holds in the end."""
+    wild = False
+    for i in range(lines):
+        store(exponents, i, np.int32(ZERO))
+    for k in range(0, n, CHUNK):
+        count = min(n - k, CHUNK)
+        _load_panel(x, first * step + k * stride, step, stride, lines, count, values)
+        wild |= _raise_exponents(values, lines, count, pointer(shift_address + 4 * k, np.int32(0)), exponents)
+    return wild
+
+
 @kernel
 def line_exponents(
     like, x_address, step, stride, lines, n, width, shift_address, out_address, flag_address, start, stop
 ):  # fmt: skip
     """The greatest exponents of lines, panels of them at a time; a flag where an element is not finite."""
-    x, zero = pointer(x_address, like), work_zero(like)
-    shift, out = pointer(shift_address, np.int32(0)), pointer(out_address, np.int32(0))
-    values = stack_lines(zero)
-    wild = False
+    x, values, wild = pointer(x_address, like), stack_lines(work_zero(like)), False
     for first in range(start * width, stop * width, width):
-        last = min(first + width, lines)
-        for i in range(first, last):
-            store(out, i, np.int32(ZERO))
-        for k in range(0, n, CHUNK):
-            count = min(n - k, CHUNK)
-            _load_panel(x, first * step + k * stride, step, stride, last - first, count, values)
-            for i in range(first, last):
-                most = load(out, i)
-                unknown = np.int32(0)
-                for j in range(count):
-                    v = load(values, (i - first) * CHUNK + j)
-                    e = exponent_of(v)
-                    most = max(most, np.int32(e + load(shift, k + j)) if e > ZERO else e)
-                    unknown = np.int32(unknown | np.int32(np.int32(as_int(v) & 0x7FFFFFFF) >= 0x7F800000))
-                wild |= unknown != 0
-                store(out, i, most)
+        out = pointer(out_address + 4 * first, np.int32(0))
+        wild |= _find_exponents(
+            x, first, step, stride, min(width, lines - first), n, shift_address, out, values
+        )  # fmt: skip
     raise_flag(flag_address, wild)
 
 
@@ -135,40 +149,15 @@ def _round_piece(values, at, count, exponent, shift, plain, integers):
 
 
 @device_function
-def _round_panel(
-    x, first, k, step, stride, lines, count, width, plain, exponents, shift_address, values, integers
-):  # fmt: skip
+def _round_panel(values, lines, count, width, plain, exponents, shift, integers):
     """The integers of a piece of the lines of a panel; zeros for lines, and for the rest of a word, beyond the end."""
-    shift = pointer(shift_address + 4 * k, np.int32(0))
-    some = min(width, lines - first)
-    _load_panel(x, first * step + k * stride, step, stride, some, count, values)
-    for i in range(some):
-        _round_piece(values, i * CHUNK, count, load(exponents, first + i), shift, plain, integers)
+    for i in range(lines):
+        _round_piece(values, i * CHUNK, count, load(exponents, i), shift, plain, integers)
         for j in range(count, count + -count % 4):
             store(integers, i * CHUNK + j, np.int16(0))
-    for i in range(some, width):
+    for i in range(lines, width):
         for j in range(count + -count % 4):
             store(integers, i * CHUNK + j, np.int16(0))
-
-
-@kernel
-def pack(
-    like, element, x_address, step, stride, lines, n, width, digits, plain, exponents_address, shift_address,
-    out_address, start, stop,
-):  # fmt: skip
-    """Panels of lines: words of integers [groups, width] or, with digits, of digits [groups, 2, width]."""
-    x, zero, exponents = pointer(x_address, like), work_zero(like), pointer(exponents_address, np.int32(0))
-    values, piece = stack_lines(zero), stack_lines(np.int16(0))
-    terms, both = word_terms(element), 2 * width if digits else width
-    for first in range(start * width, stop * width, width):
-        out = pointer(out_address + first // width * ((n + terms - 1) // terms) * both * 4, np.int32(0))
-        for k in range(0, n, CHUNK):
-            count = min(n - k, CHUNK)
-            _round_panel(
-                x, first, k, step, stride, lines, count, width, plain, exponents, shift_address, values, piece
-            )  # fmt: skip
-            words = advance(out, k // terms * both)
-            pack_panels(piece, CHUNK, 1, width, count + -count % terms, width, digits, element, words)
 
 
 @kernel
@@ -176,16 +165,26 @@ def find_and_pack(
     like, element, x_address, step, stride, lines, n, width, digits, plain, exponents_address, shift_address,
     out_address, flag_address, start, stop,
 ):  # fmt: skip
-    """Both steps of a panel, of which the second finds the lines in a cache."""
+    """The exponents of lines, and their panels: words of integers [groups, width] or, with digits, [groups, 2, width].
+
+    A flag is raised where an element is not finite.
+    """
+    x, values, piece = pointer(x_address, like), stack_lines(work_zero(like)), stack_lines(np.int16(0))
+    terms, both, wild = word_terms(element), 2 * width if digits else width, False
     for panel in range(start, stop):
-        line_exponents(
-            like, x_address, step, stride, lines, n, width, shift_address, exponents_address, flag_address,
-            panel, panel + 1,
-        )  # fmt: skip
-        pack(
-            like, element, x_address, step, stride, lines, n, width, digits, plain, exponents_address, shift_address,
-            out_address, panel, panel + 1,
-        )  # fmt: skip
+        first = panel * width
+        some = min(width, lines - first)
+        exponents = pointer(exponents_address + 4 * first, np.int32(0))
+        out = pointer(out_address + panel * ((n + terms - 1) // terms) * both * 4, np.int32(0))
+        wild |= _find_exponents(x, first, step, stride, some, n, shift_address, exponents, values)
+        for k in range(0, n, CHUNK):
+            count, shift = min(n - k, CHUNK), pointer(shift_address + 4 * k, np.int32(0))
+            if n > CHUNK:  # else all of them were loaded last
+                _load_panel(x, first * step + k * stride, step, stride, some, count, values)
+            _round_panel(values, some, count, width, plain, exponents, shift, piece)
+            words = advance(out, k // terms * both)
+            pack_panels(piece, CHUNK, 1, width, count + -count % terms, width, digits, element, words)
+    raise_flag(flag_address, wild)
 
 
 @kernel
@@ -193,14 +192,14 @@ def round_lines(
     like, x_address, step, stride, lines, n, width, plain, exponents_address, shift_address, out_address, start, stop
 ):  # fmt: skip
     """Lines of integers as binary64."""
-    x, zero, exponents = pointer(x_address, like), work_zero(like), pointer(exponents_address, np.int32(0))
-    values, piece, out = stack_lines(zero), stack_lines(np.int16(0)), pointer(out_address, np.float64(0))
+    x, values, piece = pointer(x_address, like), stack_lines(work_zero(like)), stack_lines(np.int16(0))
+    out = pointer(out_address, np.float64(0))
     for first in range(start * width, stop * width, width):
+        some, exponents = min(width, lines - first), pointer(exponents_address + 4 * first, np.int32(0))
         for k in range(0, n, CHUNK):
-            count = min(n - k, CHUNK)
-            _round_panel(
-                x, first, k, step, stride, lines, count, width, plain, exponents, shift_address, values, piece
-            )  # fmt: skip
-            for i in range(min(width, lines - first)):
+            count, shift = min(n - k, CHUNK), pointer(shift_address + 4 * k, np.int32(0))
+            _load_panel(x, first * step + k * stride, step, stride, some, count, values)
+            _round_panel(values, some, count, width, plain, exponents, shift, piece)
+            for i in range(some):
                 for j in range(count):
                     store(out, (first + i) * n + k + j, np.float64(load(piece, i * CHUNK + j)))
