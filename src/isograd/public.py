@@ -54,16 +54,19 @@ with default_environment():
         attention_backward,
         attention_delta,
     )
+    from isograd.flash_attention.cached import attention_with_cache
     from isograd.flash_attention.descriptors import (
         AttentionBackwardDescriptor,
         AttentionDeltaDescriptor,
         AttentionDescriptor,
+        AttentionWithCacheDescriptor,
     )
     from isograd.flash_attention.options import AttentionOptions
     from isograd.flash_attention.plans import (
         AttentionBackwardPlan,
         AttentionDeltaPlan,
         AttentionPlan,
+        AttentionWithCachePlan,
     )
     from isograd.gather.api import (
         embedding,
@@ -121,6 +124,8 @@ __all__ = [
     "AttentionDescriptor",
     "AttentionOptions",
     "AttentionPlan",
+    "AttentionWithCacheDescriptor",
+    "AttentionWithCachePlan",
     "BufferTooSmallError",
     "CrossEntropyBackwardDescriptor",
     "CrossEntropyBackwardPlan",
@@ -167,6 +172,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_delta",
+    "attention_with_cache",
     "check",
     "cross_entropy",
     "cross_entropy_backward",

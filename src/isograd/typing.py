@@ -87,6 +87,18 @@ class AttentionKeywords(TypedDict, total=False):
     preference: str | None
 
 
+class AttentionWithCacheKeywords(TypedDict, total=False):
+    """The options of `attention_with_cache` that do not change what it returns."""
+
+    block_table: SupportsDLPack | None
+    window: Window | None
+    scale: float | None
+    softcap: float
+    sinks: SupportsDLPack | None
+    layout: Layout
+    preference: str | None
+
+
 class RouterOptions(TypedDict, total=False):
     """The options of `moe_router`."""
 

@@ -274,12 +274,22 @@ def _delta(narrowed: bool, o: Floats, do: Floats) -> Floats:
         return np.where(large, np.inf, bound)
 
 
-_EVALUATE: dict[str, Any] = {"attention": _forward, "attention_backward": _backward, "attention_delta": _delta}
+def _with_cache(narrowed: bool, *args: Any, **operands: Any) -> tuple[Floats, ...]:
+    return reference.over_cache(functools.partial(_forward, narrowed), *args, **operands)
+
+
+_EVALUATE: dict[str, Any] = {
+    "attention": _forward,
+    "attention_backward": _backward,
+    "attention_delta": _delta,
+    "attention_with_cache": _with_cache,
+}
 _FORMULAS = {
     "attention": "(expm1(2e + 16u(1 + |s|) + 2u(n + 16)) + u(n + 8) + r)·Σ P|v| + ulp(o)/2, e = |scale|(D + 4)u·Σ|qk|",
     "attention_backward": "P(d(|dP| + |D|) + (1 + d)(u(Dv + 4)Σ|do·v| + 4u·Σ|o·do|)) through the products + ulp/2",
     "attention_delta": "u·Σ|o·do| + n·q/2 + ulp(delta)/2",
 }
+_FORMULAS["attention_with_cache"] = _FORMULAS["attention"]
 
 
 def error_bound(operation: str, narrowed: bool = False, tile_keys: int | None = None) -> ErrorBound:

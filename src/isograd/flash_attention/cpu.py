@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from isograd.errors import InvalidProblemError
+from isograd.errors import IndexOutOfRangeError, InvalidProblemError
 from isograd.flash_attention.descriptors import (
     AttentionBackwardDescriptor,
     AttentionDeltaDescriptor,
     AttentionDescriptor,
+    AttentionWithCacheDescriptor,
 )
 from isograd.numerics import reference as ref
 from isograd.numerics.storage import address, kernel_type
@@ -65,6 +66,33 @@ def checked_ends(operation: str, argument: str, given: Array, tokens: int) -> ND
     return ends
 
 
+def _checked_lengths(p: AttentionWithCacheDescriptor, given: Array) -> NDArray[np.int64]:
+    """Checked cache_seqlens."""
+    lengths = given.astype(np.int64)
+    wrong = np.flatnonzero((lengths < 0) | (lengths > p.k_length))
+    if wrong.size:
+        n = int(wrong[0])
+        raise InvalidProblemError(f"{p.operation}: cache_seqlens has {lengths[n]} at {n}; accepted: 0 to {p.k_length}")
+    return lengths
+
+
+def checked_table(p: AttentionWithCacheDescriptor, a: Arguments, sequences: NDArray[np.int64]) -> NDArray[np.int32]:
+    """A checked copy of the block table; pages that are not used are 0."""
+    table = np.array(a["block_table"], np.int32)
+    lengths, size = sequences[:, 4:5], p.page_size or 1
+    table[np.arange(table.shape[1]) >= -(-lengths // size)] = 0
+    wrong = np.argwhere((table < 0) | (table >= max(p.pages, 1)))
+    if not p.pages and lengths.any():
+        wrong = np.argwhere(lengths)
+    if len(wrong):
+        n, page = map(int, wrong[0])
+        raise IndexOutOfRangeError(
+            f"{p.operation}: block_table has {table[n, page]} at {(n, page)}; accepted: 0 to {p.pages - 1} for the "
+            f"{lengths[n, 0]} keys of sequence {n}"
+        )
+    return table
+
+
 class _Problems(NamedTuple):
     """The table that kernels read, the blocks and tiles of keys of a head of k, and the pairs that make a block."""
 
@@ -92,6 +120,8 @@ def sequence_table(p: AttentionDescriptor, a: Arguments) -> NDArray[np.int64]:
         zeros = np.zeros(p.batch, np.int64)
         batch, q_start, k_start = np.arange(p.batch), zeros, zeros
         q_length, k_length = zeros + p.q_length, zeros + p.k_length
+        if isinstance(p, AttentionWithCacheDescriptor):
+            k_length = _checked_lengths(p, a["cache_seqlens"])
     else:
         q_ends = checked_ends(p.operation, "cu_seqlens_q", a["cu_seqlens_q"], p.q_length)
         k_ends = checked_ends(p.operation, "cu_seqlens_k", a["cu_seqlens_k"], p.k_length)
@@ -178,8 +208,10 @@ def _work(p: AttentionDescriptor) -> Any:
 # --- forward ---------------------------------------------------------------------------------------------------------
 def attention(p: AttentionDescriptor, a: Arguments) -> None:
     """O and lse of a checked problem."""
-    kernels, _, scores, _ = _kernels()
+    kernels, _, scores, rows = _kernels()
     problems = _problems(p, a)
+    paged = isinstance(p, AttentionWithCacheDescriptor) and p.page_size is not None
+    pages = checked_table(p, a, problems.table) if paged else None  # kept alive by its name
     o, lse = a["o"], a["lse"]
     if p.sequences is not None:  # rows may belong to no sequence
         o[...], lse[...] = 0, -np.inf
@@ -195,6 +227,7 @@ def attention(p: AttentionDescriptor, a: Arguments) -> None:
         0 if extras.sinks is None else address(extras.sinks),
         extras.hidden,
         extras.dropout,
+        rows.NO_PAGES if pages is None else rows.Pages(address(pages), pages.shape[1], p.k_shape[2]),
     )
     count = problems.blocks * p.kv_heads
     step = problems.together * scores.BLOCK_Q * p.k_length * (p.head_dim + p.v_dim + 32) // _ELEMENTS

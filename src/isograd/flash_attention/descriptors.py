@@ -261,6 +261,84 @@ class AttentionBackwardDescriptor(AttentionDescriptor):
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionWithCacheDescriptor(AttentionDescriptor):
+    """o, lse = the causal attention of the newest queries of sequences over keys and values in a cache.
+
+    Fields as in AttentionDescriptor, with options that are causal, lower right and without dropout, and no more
+    operands than sinks. k_length: the most keys of a sequence, K. cache_seqlens [B], int32, says how many there are of
+    each; query i of q_length is level with key cache_seqlens - q_length + i.
+
+    page_size: None for k and v [B, Hkv, K, D]; else they are [pages, Hkv, page_size, D], and block_table [B, K /
+    page_size], int32, has the pages of each sequence in their order. pages: their number in the cache.
+    """
+
+    page_size: int | None = None
+    pages: int = 0
+
+    @property
+    def operation(self) -> str:
+        """`attention_with_cache`."""
+        return "attention_with_cache"
+
+    @property
+    def table_shape(self) -> tuple[int, int]:
+        """The shape of block_table; (B, 0) without pages."""
+        return self.batch, self.k_length // self.page_size if self.page_size else 0
+
+    @property
+    def k_shape(self) -> tuple[int, ...]:
+        """The shape of k."""
+        return self._cached(self.head_dim)
+
+    @property
+    def v_shape(self) -> tuple[int, ...]:
+        """The shape of v."""
+        return self._cached(self.v_dim)
+
+    def _cached(self, size: int) -> tuple[int, ...]:
+        if self.page_size is None:
+            return self.batch, self.kv_heads, self.k_length, size
+        return self.pages, self.kv_heads, self.page_size, size
+
+    def options_operands(self) -> tuple[Operand, ...]:
+        """cache_seqlens, (block_table), (sinks)."""
+        found = [Operand("cache_seqlens", (self.batch,), "int32")]
+        if self.page_size is not None:
+            found.append(Operand("block_table", self.table_shape, "int32"))
+        return (*found, *AttentionDescriptor.options_operands(self))
+
+    def whole(self) -> AttentionDescriptor:
+        """A forward pass over sequences as a whole, whose kernel serves their newest queries with the same bits."""
+        return AttentionDescriptor(
+            1, self.heads, self.kv_heads, 1, 1, self.head_dim, self.v_dim, self.dtype, self.options,
+            sinks_dtype=self.sinks_dtype,
+        )  # fmt: skip
+
+    def validated(self) -> Self:
+        """Return the descriptor with plain numbers, or raise what is wrong with it."""
+        name = self.operation
+        given = {"bias": self.bias_shape, "mask": self.mask_shape, "sequences": self.sequences}
+        for argument, value in (given | {"segments": self.segments or None}).items():
+            if value is not None:
+                raise InvalidProblemError(f"{name}: {argument} is {value!r}; accepted: None")
+        checked = AttentionDescriptor.validated(self)
+        options = checked.options
+        if not options.causal or options.alignment != "lower_right" or options.dropout_p:
+            raise InvalidProblemError(
+                f"{name}: options are {options}; accepted: causal, aligned to the lower right, without dropout"
+            )
+        (pages,) = checked_shape(name, "pages", (self.pages,))
+        if self.page_size is None:
+            return replace(checked, pages=0)
+        (page_size,) = checked_shape(name, "page_size", (self.page_size,))
+        if not page_size or checked.k_length % page_size:
+            raise InvalidProblemError(
+                f"{name}: page_size is {page_size} for {checked.k_length} keys; expected a divisor of them"
+            )
+        return replace(checked, page_size=page_size, pages=pages)
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionDeltaDescriptor(Descriptor):
     """delta = the row sums of o · do, what the backward needs of them.
 

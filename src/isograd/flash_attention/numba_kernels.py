@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from isograd.flash_attention.numba_product import PADDING, lanes, multiply, multiply_scaled
-from isograd.flash_attention.numba_rows import Rows, load_rows, load_transposed, padded, store_rows
+from isograd.flash_attention.numba_rows import Pages, Rows, load_cached, load_rows, padded, store_rows, transpose
 from isograd.flash_attention.numba_scores import (
     BLOCK_K,
     BLOCK_Q,
@@ -68,7 +68,7 @@ class Sizes(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """The operands of the forward pass; lse and sinks are contiguous and of the work type."""
+    """The operands of the forward pass; lse and sinks are contiguous and of the work type. pages: of k and v."""
 
     sizes: Sizes
     q: Rows
@@ -79,6 +79,7 @@ class Forward(NamedTuple):
     sinks: int
     hidden: Hidden
     dropout: Dropout
+    pages: Pages
 
 
 @device_function
@@ -159,8 +160,10 @@ def forward(like, bias_like, call, numbers, table, start, stop):
         for t in range(low, high):
             j = t * BLOCK_K
             count = min(problem[K_LENGTH] - j, BLOCK_K)
-            load_transposed(call.k, batch, kv_head, problem[K_START] + j, count, d, lines, keys, one)
-            load_rows(call.v, batch, kv_head, problem[K_START] + j, count, e, values, v_line, one)
+            row = problem[K_START] + j
+            load_cached(call.k, call.pages, batch, kv_head, row, count, d, lines, q_line, one)
+            transpose(lines, q_line, count, keys, zero)
+            load_cached(call.v, call.pages, batch, kv_head, row, count, e, values, v_line, one)
             for x in range(pairs):
                 head, i, rows = find_pair(problem, sizes, kv_head, first_pair + x)
                 first, last = key_range(hidden, offset, i, rows, problem[K_LENGTH])
@@ -188,7 +191,10 @@ def forward(like, bias_like, call, numbers, table, start, stop):
 
 @device_function
 def _finish_rows(call, acc, v_line, m, sums, batch, head, row, rows, zero):
-    """Divide by the sums, and write lse; rows that see nothing are 0."""
+    """Divide by the sums, and write lse; rows that see nothing are 0.
+
+    No element is -0: its sign would be that of products of 0 with values that are hidden, and so of later keys.
+    """
     width = lanes(zero)
     lse = pointer(call.lse, zero)
     at = (batch * call.sizes.heads + head) * call.hidden.q_total + row
@@ -197,7 +203,7 @@ def _finish_rows(call, acc, v_line, m, sums, batch, head, row, rows, zero):
         empty = total == zero
         divisor = total if not empty else work_infinity(zero)
         for c in range(call.sizes.v_dim):
-            store(acc, r * v_line + c, load(acc, r * v_line + c) / divisor)
+            store(acc, r * v_line + c, load(acc, r * v_line + c) / divisor + zero)
         y = load(m, r) + log(total)
         store(lse, at + r, narrow(y, zero) if not empty else -work_infinity(zero))
 

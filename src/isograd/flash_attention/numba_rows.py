@@ -62,6 +62,35 @@ def load_rows(rows, batch, head, row, count, size, out, line, factor):
         _widen_rows(pointer(rows.address, factor), at, rows, count, size, out, line, factor)
 
 
+class Pages(NamedTuple):
+    """Where the rows of sequences are in a cache of pages: the address of the table, 0 without one, and its sizes.
+
+    each: pages of a sequence in the table. size: rows of a page.
+    """
+
+    table: int
+    each: int
+    size: int
+
+
+NO_PAGES = Pages(0, 0, 1)
+
+
+@device_function
+def load_cached(rows, pages, batch, head, row, count, size, out, line, one):
+    """As `load_rows`; with pages, rows of sequence `batch` from wherever its pages are."""
+    if pages.table == 0:
+        load_rows(rows, batch, head, row, count, size, out, line, one)
+        return
+    table = advance(pointer(pages.table, np.int32(0)), batch * pages.each)
+    done = 0
+    while done < count:
+        page, first = (row + done) // pages.size, (row + done) % pages.size
+        some = min(count - done, pages.size - first)
+        load_rows(rows, np.int64(load(table, page)), head, first, some, size, advance(out, done * line), line, one)
+        done += some
+
+
 @device_function
 def _narrow_rows(base, at, rows, count, size, x, line, factor, like):
     for r in range(count):
@@ -129,11 +158,12 @@ def load_transposed(rows, batch, head, row, count, size, x, y, one):
     width = lanes(one)
     line = padded(size, width)
     load_rows(rows, batch, head, row, count, size, x, line, one)
-    _transpose(x, line, count, y, one - one)
+    transpose(x, line, count, y, one - one)
 
 
 @subroutine
-def _transpose(x, line, count, y, zero):
+def transpose(x, line, count, y, zero):
+    """Rows of x as `load_transposed` has them in y."""
     width = lanes(zero)
     for i in range(count * line, padded(count, width) * line):
         store(x, i, zero)

@@ -32,6 +32,16 @@ class AttentionBackwardPlan(Plan):
     __slots__ = ()
 
 
+class AttentionWithCachePlan(Plan):
+    """A kernel for attention over a cache: `plan.run(q=q, k=k, v=v, cache_seqlens=cache_seqlens, o=o, lse=lse)`.
+
+    The optional inputs of the descriptor are added: block_table and sinks.
+    """
+
+    descriptor_type = d.AttentionWithCacheDescriptor
+    __slots__ = ()
+
+
 class AttentionDeltaPlan(Plan):
     """A kernel for the row sums of o · do: `plan.run(o=o, do=do, delta=delta)`."""
 
@@ -40,6 +50,7 @@ class AttentionDeltaPlan(Plan):
 
 
 OPERATIONS = ("attention", "attention_backward", "attention_delta")
+WITH_CACHE = "attention_with_cache"  # on the CPU, and on GPUs that Triton serves
 
 
 def dtypes_of(device: str) -> tuple[str, ...]:
@@ -129,7 +140,7 @@ class NumbaAttention(Kernel):
     def launch(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any, stream: Any) -> None:
         """Compute on the library's threads; needs no workspace."""
         match descriptor.operation:
-            case "attention":
+            case "attention" | "attention_with_cache":
                 cpu.attention(descriptor, arguments)
             case "attention_backward":
                 cpu.attention_backward(descriptor, arguments)
@@ -153,15 +164,15 @@ class OrderFreeAttention(Kernel):
 
     def launch(self, descriptor: Any, arguments: Mapping[str, Any], workspace: Any, stream: Any) -> None:
         """Compute on the library's threads; needs no workspace."""
-        if descriptor.operation == "attention":
-            order_free_cpu.attention(descriptor, arguments)
-        else:
+        if descriptor.operation == "attention_backward":
             order_free_cpu.attention_backward(descriptor, arguments)
+        else:
+            order_free_cpu.attention(descriptor, arguments)
 
 
-ORDER_FREE_OPERATIONS = ("attention", "attention_backward")
+ORDER_FREE_OPERATIONS = ("attention", "attention_backward", WITH_CACHE)
 ORDER_FREE_DTYPES = ("float16", "bfloat16")
-for _operation in OPERATIONS:
+for _operation in (*OPERATIONS, WITH_CACHE):
     for _dtype in dtypes_of("cpu"):
         register_kernel(_operation, "cpu", _dtype, NumbaAttention())
 for _operation in ORDER_FREE_OPERATIONS:

@@ -11,7 +11,8 @@ Rows without a visible key and without a sink have o = 0, lse = -inf and no grad
 of its own: rule 4 of `docs/arithmetic.md`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -186,6 +187,36 @@ def oracle_attention(
         d = dense(q[:, :, i], k[:, :, j], v[:, :, j], options, Inputs(sinks=inputs.sinks), n)
         o[:, :, i], lse[:, :, i] = (d.keep * d.probabilities()) @ d.v, d.lse
     return o, lse
+
+
+def over_cache(
+    compute: Callable[..., tuple[Floats, ...]],
+    q: Floats,
+    k: Floats,
+    v: Floats,
+    cache_seqlens: Any,
+    options: AttentionOptions | None = None,
+    block_table: Any = None,
+    **operands: Any,
+) -> tuple[Floats, ...]:
+    """What a function of (q, k, v, options, **operands) returns for each sequence of a cache, one after the other.
+
+    k and v: [B, Hkv, K, D], or [pages, Hkv, page_size, D] with a block_table. The options are made causal.
+    """
+    options = replace(options or AttentionOptions(), causal=True)
+
+    def used(cache: Floats, n: int) -> Floats:
+        length = int(cache_seqlens[n])
+        if block_table is None:
+            return cache[n : n + 1, :, :length]
+        pages = cache[np.asarray(block_table)[n, : -(-length // cache.shape[2])]].swapaxes(0, 1)
+        return pages.reshape(1, cache.shape[1], -1, cache.shape[3])[:, :, :length]
+
+    found = [compute(q[n : n + 1], used(k, n), used(v, n), options, **operands) for n in range(len(q))]
+    if not found:
+        empty = np.zeros((1, *q.shape[1:]), q.dtype), *[np.zeros((1, x.shape[1], 0, x.shape[3]), q.dtype) for x in (k, v)]
+        found = [tuple([x[:0] for x in compute(*empty, options, **operands)])]
+    return tuple([np.concatenate(parts) for parts in zip(*found, strict=True)])
 
 
 def _dense_backward(

@@ -252,13 +252,22 @@ def _backward(
     return tuple([x for x in (*result[:3], of_dsinks) if x is not None])
 
 
-_EVALUATE: dict[str, Any] = {"attention": _forward, "attention_backward": _backward}
+def _with_cache(*args: Any, **operands: Any) -> tuple[Floats, ...]:
+    return dense.over_cache(_forward, *args, **operands)
+
+
+_EVALUATE: dict[str, Any] = {
+    "attention": _forward,
+    "attention_backward": _backward,
+    "attention_with_cache": _with_cache,
+}
 _FORMULAS = {
     "attention": "Σ P d|v| + 2^-16 Σ P 2^E + Σ_blocks (2^-14.98 n + 2^-20) max P 2^E + |o| (Σ P d + n 2^-21 max P) "
     "+ ulp(o)/2, d = expm1(|scale| (2^-16 (2^E Σ|k| + 2^F Σ|q|) + 2^-23 2^(E + F))) + 2^-18",
     "attention_backward": "dS's error through the products + 2^-16 Σ|dS| 2^E + Σ_blocks (2^-14.98 n + 2^-20) max |dS| "
     "2^E + ulp/2",
 }
+_FORMULAS["attention_with_cache"] = _FORMULAS["attention"]
 
 
 def error_bound(operation: str) -> ErrorBound:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from isograd.flash_attention.cpu import (
     Arguments,
     Array,
+    checked_table,
     extras_of,
     fill_delta,
     rows_of,
@@ -19,7 +20,11 @@ from isograd.flash_attention.cpu import (
     sink_gradient,
     stored_as,
 )
-from isograd.flash_attention.descriptors import AttentionBackwardDescriptor, AttentionDescriptor
+from isograd.flash_attention.descriptors import (
+    AttentionBackwardDescriptor,
+    AttentionDescriptor,
+    AttentionWithCacheDescriptor,
+)
 from isograd.flash_attention.order_free import reference
 from isograd.numerics import numba_dot
 from isograd.numerics.storage import address, kernel_type
@@ -105,10 +110,25 @@ def _operands(p: AttentionDescriptor, a: Arguments, factor: Any) -> _Operands:
     return _Operands(q, k, v, _factors(q.scale, factor), k_scale)
 
 
+def _used(p: AttentionWithCacheDescriptor, a: Arguments, sequences: NDArray[np.int64]) -> Arguments:
+    """The arguments with k and v [B, Hkv, L, size] as long as the longest sequence, from a cache of any kind."""
+    longest = int(sequences[:, 4].max(initial=0))
+    if p.page_size is None:
+        return {**a, **{name: a[name][:, :, :longest] for name in ("k", "v")}}
+    pages = checked_table(p, a, sequences)[:, : -(-longest // p.page_size)]
+    found = {}
+    for name in ("k", "v"):
+        rows = a[name][pages].swapaxes(1, 2)  # [B, Hkv, pages, page_size, size]
+        found[name] = rows.reshape(*rows.shape[:2], pages.shape[1] * p.page_size, rows.shape[4])
+    return {**a, **found}
+
+
 def attention(p: AttentionDescriptor, a: Arguments, engine: str | None = None) -> None:
     """O and lse of a checked problem. engine: one of `engine_names()`, by default the first; the bits are the same."""
     _, kernels, _ = _kernels()
     table = _table(p, a)
+    if isinstance(p, AttentionWithCacheDescriptor):
+        a = _used(p, a, table.table)
     o, lse = a["o"], a["lse"]
     if p.sequences is not None:  # rows may belong to no sequence
         o[...], lse[...] = 0, -np.inf
