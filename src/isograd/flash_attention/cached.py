@@ -123,8 +123,8 @@ def attention_with_cache(
     call = steps.Problem(name, fields, {"q": q, "k": k, "v": v, **extra}, layout_, device, like)
     with named(name, k="k_cache", v="v_cache", o="out"):
         plan = plan_of(descriptor, device, preference)
-        o = call.empty(plan.descriptor.o_shape, dtype) if out is None else out
-        lse = functional.empty(plan.descriptor.lse_shape, plan.descriptor.work, like)
+        o = call.empty(descriptor.o_shape, dtype) if out is None else out
+        lse = functional.empty(descriptor.lse_shape, descriptor.work, like)
         arrays.describe(encoder.unwrapped(o), name, "o")
         functional.run(plan, **call.inputs, o=call.view(o), lse=lse)
     o = restore(functional.promised(name, o)) if out is None else out

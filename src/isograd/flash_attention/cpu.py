@@ -210,8 +210,9 @@ def attention(p: AttentionDescriptor, a: Arguments) -> None:
     """O and lse of a checked problem."""
     kernels, _, scores, rows = _kernels()
     problems = _problems(p, a)
-    paged = isinstance(p, AttentionWithCacheDescriptor) and p.page_size is not None
-    pages = checked_table(p, a, problems.table) if paged else None  # kept alive by its name
+    pages = None
+    if isinstance(p, AttentionWithCacheDescriptor) and p.page_size is not None:
+        pages = checked_table(p, a, problems.table)
     o, lse = a["o"], a["lse"]
     if p.sequences is not None:  # rows may belong to no sequence
         o[...], lse[...] = 0, -np.inf

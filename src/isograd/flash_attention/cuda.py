@@ -10,6 +10,7 @@ from isograd.flash_attention.plans import (
     OPERATIONS,
     ORDER_FREE_DTYPES,
     ORDER_FREE_OPERATIONS,
+    WITH_CACHE,
     dtypes_of,
     family_sku,
     order_free_refusal,
@@ -48,7 +49,7 @@ class TritonAttention(TritonKernel):
         operands = descriptor.operands()
         given = _rows_in_order(operands, arguments)
         match descriptor.operation:
-            case "attention":
+            case "attention" | "attention_with_cache":
                 launch.forward(descriptor, given)
             case "attention_backward":
                 launch.backward(descriptor, given)
@@ -112,7 +113,7 @@ for _operation in ("attention", "attention_backward"):
     for _dtype in ("float16", "bfloat16"):
         register_kernel(_operation, "cuda", _dtype, HopperAttention())
 
-for _operation in OPERATIONS:
+for _operation in (*OPERATIONS, WITH_CACHE):
     for _dtype in dtypes_of("cuda"):
         register_kernel(_operation, "cuda", _dtype, TritonAttention())
 

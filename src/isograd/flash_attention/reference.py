@@ -210,12 +210,14 @@ def over_cache(
         if block_table is None:
             return cache[n : n + 1, :, :length]
         pages = cache[np.asarray(block_table)[n, : -(-length // cache.shape[2])]].swapaxes(0, 1)
-        return pages.reshape(1, cache.shape[1], -1, cache.shape[3])[:, :, :length]
+        rows: Floats = pages.reshape(1, cache.shape[1], -1, cache.shape[3])
+        return rows[:, :, :length]
 
     found = [compute(q[n : n + 1], used(k, n), used(v, n), options, **operands) for n in range(len(q))]
     if not found:
-        empty = np.zeros((1, *q.shape[1:]), q.dtype), *[np.zeros((1, x.shape[1], 0, x.shape[3]), q.dtype) for x in (k, v)]
-        found = [tuple([x[:0] for x in compute(*empty, options, **operands)])]
+        shapes = (1, *q.shape[1:]), *[(1, x.shape[1], 0, x.shape[3]) for x in (k, v)]
+        parts = compute(*[np.zeros(shape, q.dtype) for shape in shapes], options, **operands)
+        found = [tuple([part[:0] for part in parts])]
     return tuple([np.concatenate(parts) for parts in zip(*found, strict=True)])
 
 

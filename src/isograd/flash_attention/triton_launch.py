@@ -7,7 +7,7 @@ import torch
 
 from isograd.core import faults
 from isograd.devices.triton_launcher import Launcher, Specification, kept
-from isograd.flash_attention import triton_backward, triton_forward, triton_gradients
+from isograd.flash_attention import triton_backward, triton_cache, triton_forward, triton_gradients
 from isograd.flash_attention import triton_tiles as tiles
 from isograd.flash_attention.descriptors import AttentionDescriptor
 from isograd.flash_attention.triton_problem import (
@@ -18,6 +18,7 @@ from isograd.flash_attention.triton_problem import (
     Strides,
     broadcast_strides,
     extras,
+    pages_or_readable,
     problem_of,
     readable,
     row_strides,
@@ -26,7 +27,7 @@ from isograd.flash_attention.triton_problem import (
 from isograd.flash_attention.triton_rows_launch import delta, fill_rows
 from isograd.reduction import cuda as reduction
 
-__all__ = ["backward", "delta", "fill_dsinks", "forward", "note_starts"]
+__all__ = ["backward", "delta", "fill_dsinks", "forward", "note_starts", "used_keys"]
 
 
 @kept
@@ -42,13 +43,32 @@ def note_starts(p: Problem, operation: str, x: Extras) -> None:
             _starts(p.sequences, tokens, code)(starts, faults.flag(starts.device))
 
 
+@kept
+def _cache(p: Problem, pages: int, lengths_code: int, table_code: int) -> Launcher:
+    tail = (p.lk, pages, p.pages, lengths_code, table_code, p.page_size, 128)
+    return Launcher(triton_cache.check_cache, Specification(tail, p.batch, 1, free=("most", "pages", "each")))
+
+
+def used_keys(p: Problem, operation: str, a: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """(keys of each sequence of a cache, -1 where something is wrong; its block table); else what is not read."""
+    if not p.cached:
+        return a["q"], a["q"]
+    lengths = a["cache_seqlens"].contiguous()
+    table = a["block_table"].contiguous() if p.page_size else lengths
+    used = torch.empty_like(lengths)
+    codes = [faults.code(operation, name, False) for name in ("cache_seqlens", "block_table")]
+    _cache(p, a["k"].shape[0], *codes)(lengths, table, used, faults.flag(lengths.device))
+    return used, table
+
+
 # --- the forward pass ------------------------------------------------------------------------------------------------
 @kept
 def _forward(p: Problem, strides: tuple[Strides, ...], dtypes: tuple[torch.dtype, ...], tile: tiles.Tile) -> Launcher:
     per_head = p.programs_of(p.lq, tile.queries)
-    shape = (per_head, p.batch, p.heads, p.groups, p.lq, p.lk, p.sequences or 0, p.together(p.lk, p.heads))
+    shape = (per_head, p.batch, p.heads, p.groups, p.lq, p.lk, p.sequences or 0, p.together(p.lk, p.heads), p.pages)
     flags = (*p.sides, p.options.softcap > 0, p.direct, p.bias, p.mask, p.segments, p.sequences is not None, p.sinks)
-    fixed = (*p.widths, *flags, p.options.dropout_p > 0, *tile[:2], tile.stages, p.precision)
+    last = (p.options.dropout_p > 0, p.cached, p.page_size)
+    fixed = (*p.widths, *flags, *last, *tile[:2], tile.stages, p.precision)
     tail = (*shape, *strides, *p.numbers, *fixed)
     programs = per_head * p.heads * p.batch
     specification = Specification(tail, programs, tile.warps, tile.stages)
@@ -60,14 +80,15 @@ def forward(d: AttentionDescriptor, a: Arguments, config: tiles.Tile | None = No
     if a["lse"].numel() == 0:
         return
     p, outputs, x = problem_of(d, a["q"]), Outputs(a), extras(a)
-    q, k, v, o = readable(a["q"]), readable(a["k"]), readable(a["v"]), outputs["o"]
+    q, k, v, o = readable(a["q"]), pages_or_readable(p, a["k"]), pages_or_readable(p, a["v"]), outputs["o"]
     lse = a["lse"] if a["lse"].is_contiguous() else torch.empty_like(a["lse"], memory_format=torch.contiguous_format)
     sinks = a["sinks"].contiguous() if p.sinks else q
     tile = config or tiles.forward(p.head_dim, p.v_dim, p.dtype.itemsize, p.architecture)
     strides = (*(row_strides(t) for t in (q, k, v, o)), x.bias_strides, x.mask_strides)
     launcher = _forward(p, strides, (x.bias.dtype, sinks.dtype), tile)
     note_starts(p, d.operation, x)
-    launcher(q, k, v, o, lse, *x[:6], sinks, numbers=seed_words(d.options))
+    cached = used_keys(p, d.operation, a)
+    launcher(q, k, v, o, lse, *x[:6], sinks, *cached, numbers=seed_words(d.options))
     outputs.done()
     if lse is not a["lse"]:
         a["lse"].copy_(lse)

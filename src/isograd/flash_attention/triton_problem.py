@@ -10,7 +10,7 @@ import torch
 from isograd.devices.triton_launcher import architecture
 from isograd.flash_attention import triton_masks as masks
 from isograd.flash_attention import triton_tiles as tiles
-from isograd.flash_attention.descriptors import AttentionDescriptor
+from isograd.flash_attention.descriptors import AttentionDescriptor, AttentionWithCacheDescriptor
 from isograd.flash_attention.options import AttentionOptions
 
 Strides = tuple[int, ...]
@@ -38,6 +38,9 @@ class Problem(NamedTuple):
     segments: bool
     sinks: bool
     architecture: int
+    cached: bool = False
+    page_size: int = 0  # of a cache of pages, and their number for each sequence
+    pages: int = 0
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
@@ -114,6 +117,7 @@ def problem_of(d: AttentionDescriptor, q: torch.Tensor) -> Problem:
         d.segments,
         d.sinks_dtype is not None,
         architecture(q),
+        *((True, d.page_size or 0, d.table_shape[1]) if isinstance(d, AttentionWithCacheDescriptor) else ()),
     )
 
 
@@ -190,6 +194,11 @@ def extras(a: Arguments) -> Extras:
         broadcast_strides(bias),
         broadcast_strides(mask),
     )
+
+
+def pages_or_readable(p: Problem, t: torch.Tensor) -> torch.Tensor:
+    """Keys or values as the forward pass reads them: those in pages without a descriptor."""
+    return t if p.page_size else readable(t)
 
 
 def seed_words(options: AttentionOptions) -> tuple[int, int]:

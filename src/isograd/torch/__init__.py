@@ -30,6 +30,7 @@ except ImportError as error:
 
 from isograd.torch import exported
 from isograd.torch.clipping import clip_grad_norm_, get_total_norm
+from isograd.torch.decoding import attention_with_cache
 from isograd.torch.dot_product import attention, scaled_dot_product_attention
 from isograd.torch.exported import *  # noqa: F403
 from isograd.torch.grouped import grouped_linear
@@ -63,6 +64,7 @@ __all__ = [
     "Switch",
     "Trace",
     "attention",
+    "attention_with_cache",
     "audit",
     "clip_grad_norm_",
     "convert",

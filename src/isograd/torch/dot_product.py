@@ -21,7 +21,7 @@ from isograd.torch.tensors import require_dense, require_tensor
 from isograd.typing import Alignment, Layout
 
 Precision = Literal["int16"]
-_WIDEST = 1 << 62  # wider windows see no more, and the operator's schema holds 64 bits
+WIDEST = 1 << 62  # wider windows see no more, and the operator's schema holds 64 bits
 
 
 def _is_causal_bias(mask: Any) -> bool:
@@ -81,7 +81,7 @@ def _attend(
     window: tuple[int | None, ...] = (None, None) if options.window is None else options.window
     if not torch.compiler.is_compiling():  # a trace may have symbols, which the call that computes checks as numbers
         options = options.validated(name, head_dim)
-        window = tuple([None if side is None else min(side, _WIDEST) for side in options.window or window])
+        window = tuple([None if side is None else min(side, WIDEST) for side in options.window or window])
     scale = options.scale
     if scale is None and padded_q.shape[-1] != head_dim:  # in a trace; the operator would go by the padded one
         scale = default_scale(head_dim)

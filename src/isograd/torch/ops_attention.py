@@ -78,7 +78,7 @@ class Call(NamedTuple):
 _TENSORS = len(Operands._fields)
 
 
-def _options(
+def options_of(
     operation: str, head_dim: int, causal: bool, alignment: str, left: int | None, right: int | None, *numbers: Any
 ) -> AttentionOptions:
     """The arguments that are not tensors, checked."""
@@ -89,7 +89,7 @@ def _options(
 
 
 # For calls that compute; what traces may pass symbols for numbers.
-_known_options = functools.lru_cache(maxsize=1024)(_options)
+known_options = functools.lru_cache(maxsize=1024)(options_of)
 
 
 class BackwardCall(NamedTuple):
@@ -107,12 +107,14 @@ _BEFORE = len(BackwardCall._fields)
 
 
 # --- what fits together ----------------------------------------------------------------------------------------------
-def _require_shape(operation: str, name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+def require_shape(operation: str, name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+    """Raise for another shape."""
     if tuple(tensor.shape) != expected:
         raise InvalidProblemError(f"{operation}: {name} has shape {tuple(tensor.shape)}; expected {expected}")
 
 
-def _require_dtype(operation: str, name: str, tensor: Tensor, *accepted: torch.dtype) -> None:
+def require_dtype(operation: str, name: str, tensor: Tensor, *accepted: torch.dtype) -> None:
+    """Raise for another dtype."""
     if tensor.dtype not in accepted:
         names = ", ".join([str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(accepted)])
         raise UnsupportedError(f"{operation}: {name} has dtype {tensor.dtype}; accepted: {names}")
@@ -127,12 +129,28 @@ def _require_rows(operation: str, x: Operands) -> None:
             raise InvalidProblemError(f"{operation}: {name} has shape {tuple(tensor.shape)}; expected four axes")
     batch, heads, _, head_dim = x.q.shape
     kv_heads, k_length = x.k.shape[1:3]
-    _require_shape(operation, "k", x.k, (batch, kv_heads, k_length, head_dim))
-    _require_shape(operation, "v", x.v, (batch, kv_heads, k_length, x.v.shape[3]))
+    require_shape(operation, "k", x.k, (batch, kv_heads, k_length, head_dim))
+    require_shape(operation, "v", x.v, (batch, kv_heads, k_length, x.v.shape[3]))
+    require_heads(operation, heads, kv_heads)
+
+
+def require_heads(operation: str, heads: int, kv_heads: int) -> None:
+    """Raise unless as many heads of q share each of k and v."""
     if heads % kv_heads if kv_heads else heads:
         raise InvalidProblemError(
             f"{operation}: q has {heads} heads and k and v have {kv_heads}; expected a multiple of the heads of k and v"
         )
+
+
+def require_head_dims(operation: str, **rows: Tensor) -> None:
+    """Raise for head dimensions that no kernel has."""
+    for name, tensor in rows.items():
+        size = tensor.shape[3]
+        if not LEAST_DIM <= size <= MOST_DIM or size % DIM_STEP:
+            raise UnsupportedError(
+                f"{operation}: the head dimension of {name} is {size}; accepted: {LEAST_DIM} to {MOST_DIM} in steps of "
+                f"{DIM_STEP}"
+            )
 
 
 def _require_scores(operation: str, name: str, tensor: Tensor | None, scores: tuple[int, ...]) -> None:
@@ -149,7 +167,7 @@ def _require_pair(operation: str, argument: str, q: Tensor | None, k: Tensor | N
         raise InvalidProblemError(f"{operation}: {argument} is given for one of q and k; expected both or neither")
     for end, tensor in (("q", q), ("k", k)):
         if tensor is not None:
-            _require_dtype(operation, f"{argument} of {end}", tensor, torch.int32)
+            require_dtype(operation, f"{argument} of {end}", tensor, torch.int32)
 
 
 def require_operands(operation: str, x: Operands) -> None:
@@ -162,23 +180,23 @@ def require_operands(operation: str, x: Operands) -> None:
     _require_scores(operation, "bias", x.bias, scores)
     _require_scores(operation, "mask", x.mask, scores)
     if x.bias is not None:
-        _require_dtype(operation, "bias", x.bias, x.q.dtype, work)
+        require_dtype(operation, "bias", x.bias, x.q.dtype, work)
     if x.mask is not None:
-        _require_dtype(operation, "mask", x.mask, torch.bool)
+        require_dtype(operation, "mask", x.mask, torch.bool)
     if x.sinks is not None:
-        _require_dtype(operation, "sinks", x.sinks, x.q.dtype, work)
-        _require_shape(operation, "sinks", x.sinks, (heads,))
+        require_dtype(operation, "sinks", x.sinks, x.q.dtype, work)
+        require_shape(operation, "sinks", x.sinks, (heads,))
     _require_pair(operation, "segment_ids", x.q_segment_ids, x.k_segment_ids)
     _require_pair(operation, "cu_seqlens", x.cu_seqlens_q, x.cu_seqlens_k)
     if x.q_segment_ids is not None and x.k_segment_ids is not None:
-        _require_shape(operation, "segment_ids of q", x.q_segment_ids, (batch, q_length))
-        _require_shape(operation, "segment_ids of k", x.k_segment_ids, (batch, k_length))
+        require_shape(operation, "segment_ids of q", x.q_segment_ids, (batch, q_length))
+        require_shape(operation, "segment_ids of k", x.k_segment_ids, (batch, k_length))
     if x.cu_seqlens_q is not None and x.cu_seqlens_k is not None:
         if x.cu_seqlens_q.dim() != 1 or x.cu_seqlens_q.shape[0] == 0:
             raise InvalidProblemError(
                 f"{operation}: cu_seqlens of q has shape {tuple(x.cu_seqlens_q.shape)}; expected (sequences + 1,)"
             )
-        _require_shape(operation, "cu_seqlens of k", x.cu_seqlens_k, tuple(x.cu_seqlens_q.shape))
+        require_shape(operation, "cu_seqlens of k", x.cu_seqlens_k, tuple(x.cu_seqlens_q.shape))
         if batch != 1:
             raise InvalidProblemError(
                 f"{operation}: q has batch size {batch}; cu_seqlens are for packed sequences, batch 1"
@@ -192,21 +210,15 @@ def _require(operation: str, call: Call, *, known: bool = False) -> AttentionOpt
     """Raise for what does not fit together; the checked options, whose seed is not read."""
     x = call.tensors
     require_operands(operation, x)
-    for name, tensor in (("q", x.q), ("k", x.k), ("v", x.v)):
-        size = tensor.shape[3]
-        if not LEAST_DIM <= size <= MOST_DIM or size % DIM_STEP:
-            raise UnsupportedError(
-                f"{operation}: the head dimension of {name} is {size}; accepted: {LEAST_DIM} to {MOST_DIM} in steps of "
-                f"{DIM_STEP}"
-            )
-    checked: Any = _known_options if known else _options
+    require_head_dims(operation, q=x.q, k=x.k, v=x.v)
+    checked: Any = known_options if known else options_of
     options: AttentionOptions = checked(operation, x.q.shape[3], *call[_TENSORS:-1])
     if options.dropout_p and (x.seed is None or x.seed.dtype is not torch.int64 or x.seed.dim()):
         raise InvalidProblemError(f"{operation}: dropout_p is {options.dropout_p} without a seed; expected an integer")
     return options
 
 
-def _like(x: Tensor, size: int | None = None) -> Tensor:
+def like_rows(x: Tensor, size: int | None = None) -> Tensor:
     """A result [B, H, L, size] that lies in memory as x does."""
     batch, heads, length, own = x.shape
     size = own if size is None else size
@@ -216,7 +228,7 @@ def _like(x: Tensor, size: int | None = None) -> Tensor:
 
 
 def _results(x: Operands) -> tuple[Tensor, Tensor]:
-    return _like(x.q, x.v.shape[3]), empty(x.q.shape[:3], x.q, work_dtype(x.q.dtype))
+    return like_rows(x.q, x.v.shape[3]), empty(x.q.shape[:3], x.q, work_dtype(x.q.dtype))
 
 
 # --- running ---------------------------------------------------------------------------------------------------------
@@ -286,12 +298,12 @@ def _backward_problem(
     shape = tuple(x.q.shape[:3])
     for argument, tensor in (("do", given.do), ("o", given.o)):
         require_same_dtype(name, tensor, argument, x.q, "q")
-        _require_shape(name, argument, tensor, (*shape, x.v.shape[3]))
+        require_shape(name, argument, tensor, (*shape, x.v.shape[3]))
     sums: Tensor | None
     for argument, sums in (("lse", given.lse), ("dlse", given.dlse)):
         if sums is not None:
-            _require_dtype(name, argument, sums, work_dtype(x.q.dtype))
-            _require_shape(name, argument, sums, shape)
+            require_dtype(name, argument, sums, work_dtype(x.q.dtype))
+            require_shape(name, argument, sums, shape)
     for argument, wanted, source in (("dbias", given.dbias, x.bias), ("dsinks", given.dsinks, x.sinks)):
         if wanted and source is None:
             raise InvalidProblemError(f"{name}: {argument} is wanted without what it is the gradient of")
@@ -301,9 +313,9 @@ def _backward_problem(
 def _backward_results(given: BackwardCall, x: Operands) -> Gradients:
     none = (0,)
     return (
-        _like(x.q),
-        _like(x.k),
-        _like(x.v),
+        like_rows(x.q),
+        like_rows(x.k),
+        like_rows(x.v),
         empty(x.bias.shape, x.bias) if given.dbias and x.bias is not None else empty(none, x.q),
         empty(x.sinks.shape, x.sinks) if given.dsinks and x.sinks is not None else empty(none, x.q),
     )
@@ -349,7 +361,7 @@ def _directions(values: tuple[Any, ...]) -> Tangents:
 
 
 def _node_options(node: Any, x: Operands) -> AttentionOptions:
-    return _options("attention", x.q.shape[3], *node.options[:-1])
+    return options_of("attention", x.q.shape[3], *node.options[:-1])
 
 
 def _save_forward(node: Any, inputs: Saved, output: tuple[Tensor, Tensor]) -> Saved:

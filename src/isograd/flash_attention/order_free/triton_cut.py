@@ -12,6 +12,7 @@ elements of a row, columns [heads, 2, width, pitch] for those over the rows of a
 import triton
 import triton.language as tl
 
+from isograd.flash_attention import triton_cache as cache
 from isograd.flash_attention import triton_masks as masks
 from isograd.flash_attention.order_free.triton_integers import BLOCK, HALF, TINY, power
 from isograd.flash_attention.triton_rows import load_rows, row_sums
@@ -113,9 +114,35 @@ def cut_keys(
     head, z, h, start, row, length, slot = _block(starts_ptr, blocks, heads, length, sequences, PACKED)
     if row >= length:
         return
-    high, low, scale, _, k_finite = _cut(_rows(k_ptr, z, h, start, row, length, k_strides, D, BD))
+    k = _rows(k_ptr, z, h, start, row, length, k_strides, D, BD)
+    v = _rows(v_ptr, z, h, start, row, length, v_strides, DV, BDV)
+    _store_keys(k, v, digits_ptr, numbers_ptr, head, slot, pitch, count, BD, BDV)
+
+
+@triton.jit
+def cut_cached_keys(
+    k_ptr, v_ptr, digits_ptr, numbers_ptr, used_ptr, table_ptr, blocks, heads, length, pages, pitch, count, k_strides,
+    v_strides, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """The same of keys and values in a cache, as many as `triton_cache.check_cache` says."""
+    head, z, h, _, row, _, slot = _block(used_ptr, blocks, heads, length, 0, False)
+    used = tl.load(used_ptr + z)
+    if row >= used:
+        return
+    k_rows = cache.place(k_ptr, table_ptr, z, h, pages, k_strides)
+    v_rows = cache.place(v_ptr, table_ptr, z, h, pages, v_strides)
+    k = cache.rows(k_rows, row, used, D, BLOCK, BD, PAGE).to(tl.float32)
+    v = cache.rows(v_rows, row, used, DV, BLOCK, BDV, PAGE).to(tl.float32)
+    _store_keys(k, v, digits_ptr, numbers_ptr, head, slot, pitch, count, BD, BDV)
+
+
+@triton.jit
+def _store_keys(
+    k, v, digits_ptr, numbers_ptr, head, slot, pitch, count, BD: tl.constexpr, BDV: tl.constexpr
+):  # fmt: skip
+    high, low, scale, _, k_finite = _cut(k)
     _store_rows(digits_ptr, head, slot, pitch, high, low, BD)
-    high, low, _, exponent, v_finite = _cut(_rows(v_ptr, z, h, start, row, length, v_strides, DV, BDV))
+    high, low, _, exponent, v_finite = _cut(v)
     count = wide_int(count)
     _store_columns(digits_ptr + count * (2 * BD), head, slot, pitch, high, low, BDV)
     good = k_finite & v_finite

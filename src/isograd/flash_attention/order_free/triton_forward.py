@@ -150,16 +150,18 @@ def _log_sum(top, sums):
 @triton.jit(do_not_specialize=["seed_low", "seed_high"])
 def order_free_forward(
     q_digits_ptr, k_digits_ptr, q_numbers_ptr, k_numbers_ptr, o_ptr, lse_ptr, bias_ptr, mask_ptr, q_segments_ptr,
-    k_segments_ptr, q_starts_ptr, k_starts_ptr, sinks_ptr, seed_low, seed_high,
+    k_segments_ptr, q_starts_ptr, k_starts_ptr, sinks_ptr, used_ptr, seed_low, seed_high,
     tiles, batch, heads, group, lq, lk, q_pitch, k_pitch, sequences, together, o_strides, bias_strides, mask_strides,
     left, right, cap, reach, threshold, inverse,
     DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, LOWER_RIGHT: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, SEGMENTS: tl.constexpr,
-    PACKED: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+    PACKED: tl.constexpr, SINKS: tl.constexpr, DROPOUT: tl.constexpr, CACHED: tl.constexpr,
+    BM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A tile of o and lse from what `triton_cut.py` has cut. Strides are (batch, head, row), or with the key's last.
 
-    left, right: the window, without the offset of the alignment. reach: as in `is_careful`.
+    left, right: the window, without the offset of the alignment. reach: as in `is_careful`. CACHED: sequences have as
+    many keys as `triton_cache.check_cache` says.
     """
     tile, h, z = masks.place(tiles, heads, batch, together, RIGHT)
     tokens, k_tokens = wide_int(lq), wide_int(lk)
@@ -170,6 +172,9 @@ def order_free_forward(
     first = tile * BM
     if first >= lq:
         return
+    if CACHED:
+        used = tl.load(used_ptr + z)
+        lk = tl.maximum(used, 0)
     if LOWER_RIGHT:
         left += lk - lq
         right += lk - lq
@@ -202,6 +207,8 @@ def order_free_forward(
     sums = tl.zeros((BM,), tl.float32)
     top = tl.full((BM,), _NOTHING, tl.int32)
     bad = tl.zeros((BM,), tl.int32)
+    if CACHED:
+        bad += (used < 0).to(tl.int32)
     if SINKS:
         sink = tl.load(sinks_ptr + h).to(tl.float32)
         if PACKED:

@@ -9,7 +9,7 @@ from isograd.core import faults
 from isograd.devices.triton_launcher import Launcher, Specification, kept, power_of_two
 from isograd.flash_attention.descriptors import AttentionDescriptor
 from isograd.flash_attention.order_free import reference, triton_backward, triton_cut, triton_forward
-from isograd.flash_attention.triton_launch import note_starts
+from isograd.flash_attention.triton_launch import note_starts, used_keys
 from isograd.flash_attention.triton_problem import (
     PAD,
     Arguments,
@@ -142,13 +142,22 @@ def _cut_keys(p: Problem, strides: tuple[Strides, Strides], twice: bool) -> Laun
 
 
 @kept
+def _cut_cached_keys(p: Problem, strides: tuple[Strides, Strides]) -> Launcher:
+    side = _keys(p)
+    tail = (side.blocks, side.heads, side.length, p.pages, side.pitch, side.total, *strides, *_widths(p), p.page_size)
+    programs = side.blocks * side.heads * p.batch
+    specification = Specification(tail, programs, _CUT_WARPS, free=("blocks", "heads", "length", "pages"))
+    return Launcher(triton_cut.cut_cached_keys, specification)
+
+
+@kept
 def _forward(p: Problem, strides: tuple[Strides, ...], dtypes: tuple[torch.dtype, ...], tile: Tile) -> Launcher:
     per_head, (_, *widths) = p.programs_of(p.lq, tile.rows), _widths(p)
     numbers, cap, reach = _numbers(p)
     pitches = (_queries(p).pitch, _keys(p).pitch)
     shape = (per_head, p.batch, p.heads, p.groups, p.lq, p.lk, *pitches, p.sequences or 0, p.together(p.lk, p.heads))
     values = (*_limits(p), cap, reach, p.options.dropout_threshold, float(numbers.kept))
-    fixed = (*widths, *_flags(p), p.sinks, p.options.dropout_p > 0, tile.rows, tile.stages)
+    fixed = (*widths, *_flags(p), p.sinks, p.options.dropout_p > 0, p.cached, tile.rows, tile.stages)
     specification = Specification(
         (*shape, *strides, *values, *fixed), per_head * p.heads * p.batch, tile.warps, tile.stages, free=_FREE
     )
@@ -167,11 +176,16 @@ def forward(d: AttentionDescriptor, a: Arguments, tile: Tile | None = None) -> N
     q_digits, q_numbers = _scratch(p, _queries(p), 2 * bd, 1, q)
     k_digits, k_numbers = _scratch(p, _keys(p), 2 * bd + 2 * bdv, 3, q)
     _cut_queries(p, row_strides(q))(q, q_digits, q_numbers, x.q_starts)
-    if k.numel():
+    used, pages = used_keys(p, d.operation, a)
+    if not k.numel() or not p.lk:
+        pass
+    elif p.cached:
+        _cut_cached_keys(p, (row_strides(k), row_strides(v)))(k, v, k_digits, k_numbers, used, pages)
+    else:
         _cut_keys(p, (row_strides(k), row_strides(v)), False)(k, v, k_digits, k_numbers, x.k_starts)
     strides = (row_strides(o), x.bias_strides, x.mask_strides)
     launcher = _forward(p, strides, (o.dtype, x.bias.dtype, sinks.dtype), tile or forward_tile(p))
-    launcher(q_digits, k_digits, q_numbers, k_numbers, o, lse, *x[:6], sinks, numbers=seed_words(d.options))
+    launcher(q_digits, k_digits, q_numbers, k_numbers, o, lse, *x[:6], sinks, used, numbers=seed_words(d.options))
     outputs.done()
     if lse is not a["lse"]:
         a["lse"].copy_(lse)
