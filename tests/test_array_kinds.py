@@ -20,6 +20,7 @@ ROWS = RNG.random((2, 2)).astype(np.float32)
 VISIBLE = RNG.random((4, 4)) < 0.7
 SEGMENTS = np.zeros((1, 4), np.int32)
 ENDS = np.array([0, 4], np.int32)
+LENGTHS, TABLE = np.array([3], np.int32), np.zeros((1, 1), np.int32)
 
 
 def accumulated(losses):
@@ -82,6 +83,8 @@ CALLS = {
     "attention": (lambda q, m: ig.attention(q, q, q, mask=m), Q, VISIBLE),
     "segments": (lambda q, s: ig.attention(q, q, q, segment_ids=(s, s)), Q, SEGMENTS),
     "packed": (lambda q, e: ig.attention(q, q, q, cu_seqlens=(e, e)), Q, ENDS),
+    "attention_with_cache": (lambda q, n: ig.attention_with_cache(q, q, q, n), Q, LENGTHS),
+    "pages": (lambda q, n, t: ig.attention_with_cache(q, q, q, n, block_table=t), Q, LENGTHS, TABLE),
     "accumulator": (accumulated, X),
     "exp": (elementwise.exp, X),
     "sigmoid_backward": (elementwise.sigmoid_backward, X, X),

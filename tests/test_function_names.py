@@ -30,6 +30,10 @@ ATTENTION = {
     "bias": (X[:2], "b"), "mask": (X, Q), "sinks": (X, "s"), "dropout_p": (2.0,), "cu_seqlens": ((ROWS, ROWS), 3),
     "segment_ids": ((ROWS, ROWS), 3), "preference": ("none", 3),
 }  # fmt: skip
+LENGTHS = np.array([2], np.int32)
+WITH_CACHE = {
+    key: ATTENTION[key] for key in ("q", "window", "scale", "softcap", "layout", "sinks")
+}  # fmt: skip
 LOSS = {
     "ignore_index": (0.5,), "label_smoothing": (2.0, "a"), "z_loss": (-1.0, "a"), "reduction": ("avg",),
     "count": ("a", X),
@@ -61,6 +65,11 @@ CALLS = [
     ("attention_backward", (Q, Q, Q, Q, Q, LSE), {}, ATTENTION | {
         "do": (X, Q[:, :, :1]), "o": (X, Q[:, :, :1]), "lse": (X, LSE.astype(np.float64)), "dlse": (X,)}),
     ("attention_backward", (Q, Q, Q, Q, Q, LSE), {"dropout_p": 0.5, "seed": 1}, {"seed": (-1, None)}),
+    ("attention_with_cache", (Q, Q, Q, LENGTHS), {}, WITH_CACHE | {
+        "k_cache": (X, Q.astype(np.float64)), "v_cache": (X, Q[:, :, :1]), "out": (Q[:, :, :1].copy(), 3),
+        "cache_seqlens": (LENGTHS + 9, X, 3, None), "preference": ("none", 3)}),
+    ("attention_with_cache", (Q, Q, Q, LENGTHS), {"block_table": LENGTHS[:, None] * 0}, WITH_CACHE | {
+        "block_table": (LENGTHS, LENGTHS[:, None], X, 3)}),
     ("attention_delta", (Q, Q), {}, {"o": (X, Q.astype(np.int32), None), "do": (X, Q[:, :, :1]), "layout": ("LD",)}),
     ("cross_entropy", (X, ROWS), {}, CROSS | {"axis": (7, 0.5)}),
     ("cross_entropy", (X, ROWS), GRADIENT, CROSS | {

@@ -195,6 +195,11 @@ def calls(dtype):
     yield "attention", ig.attention, (q, k, v), {"bias": bias, "sinks": sinks, **gradients}
     if dtype is np.float64:
         yield "attention", ig.attention, (q * 1e300, k, v), {"scale": 1e-310}
+    lengths, newest = np.array([17], np.int32), {"window": (9, None), "sinks": sinks, "scale": 0.3, "softcap": 0.7}
+    yield "attention_with_cache", ig.attention_with_cache, (q[:, :, :2], k, v, lengths), newest
+    pages = {"block_table": np.arange(20, dtype=np.int32)[None]}
+    paged = (q[:, :, :2], k.transpose(2, 1, 0, 3), v.transpose(2, 1, 0, 3), lengths)
+    yield "attention_with_cache", ig.attention_with_cache, paged, pages
     yield "attention_delta", ig.attention_delta, (o, q), {}
     yield "attention_backward", ig.attention_backward, (q, q, k, v, o, lse), {}
     bent_call = (q, q, k, v, bent, bent_lse)

@@ -33,6 +33,8 @@ assert_type(ig.linear_cross_entropy(x, x, t), NDArray[Any])
 assert_type(ig.linear_cross_entropy(variable, x, t), ig.Variable)
 assert_type(ig.attention(x, x, x, causal=True), NDArray[Any])
 assert_type(ig.attention(variable, x, x, return_lse=True), tuple[ig.Variable, ig.Variable])
+assert_type(ig.attention_with_cache(x, x, x, t, window=(9, None)), NDArray[np.float32])
+assert_type(ig.attention_with_cache(tensor, tensor, tensor, t, return_lse=True), tuple[torch.Tensor, torch.Tensor])
 assert_type(ig.attention_backward(x, x, x, x, x, x).dq, NDArray[Any])
 assert_type(x @ variable, ig.Variable)
 assert_type(variable @ x, ig.Variable)
@@ -52,6 +54,7 @@ assert_type(ig.less(x, 0.0), NDArray[np.bool_])
 assert_type(ig.Tape().backward(variable)[variable], NDArray[Any])
 assert_type(igt.cross_entropy(tensor, target, reduction="none"), torch.Tensor)
 assert_type(igt.attention(tensor, tensor, tensor, return_lse=True), tuple[torch.Tensor, torch.Tensor])
+assert_type(igt.attention_with_cache(tensor, tensor, tensor, target), torch.Tensor)
 
 ig.softmax([1.0, 2.0])  # wrong
 ig.cross_entropy(x, t, reduction="avg")  # wrong
@@ -61,5 +64,6 @@ ig.relu([1.0])  # wrong
 ig.moe_router(x, 2, scoring="tanh")  # wrong
 ig.attention(x, x, x, layout="LBHD")  # wrong
 ig.attention(x, x, x, casual=True)  # wrong
+ig.attention_with_cache(x, x, x, t, causal=True)  # wrong
 igt.cross_entropy(tensor, target, reduction="avg")  # wrong
 igt.attention(tensor, tensor, tensor, alignment="left")  # wrong

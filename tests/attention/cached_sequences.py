@@ -92,5 +92,5 @@ def same(expected: list[Any], got: tuple[Any, Any], arrays: dict[str, Any], sequ
         for x, y in zip(expected[n], got, strict=True):
             fine.append(x[0, :, length - there : length].tobytes() == y[n, :, rows - there :].tobytes())
         before = [x[n, :, : rows - there] for x in got]
-        fine += [not before[0].any(), bool(np.all(np.isclose(before[1], alone, 1e-6, 0)))]
+        fine += [not before[0].any(), bool(np.all(np.isclose(before[1], alone, 1e-5, 1e-5)))]
     return all(fine)

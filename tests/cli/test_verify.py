@@ -56,6 +56,7 @@ def checks(report):
 
 
 # Sums, copies, a choice, products of matrices, and bits that are the machine's. `.ci/run` verifies everything.
+ATTENTION = ("attention", "attention_backward", "attention_with_cache")
 FEW = (*SOME, "index_select", "top_k", "attention", "linear_cross_entropy", "matmul")
 
 
@@ -81,7 +82,7 @@ def test_kernels_are_as_published(cli, operations, dtypes):
         suite = suites.SUITES[kernel["operation"]]
         assert kernel["cases"] >= 5
         own = kernel["kernel"] == "blas" and "linear" in kernel["operation"]  # whose bits are the machine's
-        attention = kernel["kernel"] == "numba" and kernel["operation"] in ("attention", "attention_backward")
+        attention = kernel["kernel"] == "numba" and kernel["operation"] in ATTENTION
         promised = 0 if own or attention or suite.reference is None else kernel["cases"]
         assert kernel["digests_checked"] == kernel["digests_equal"] == promised == len(kernel["sha256"])
         invariances = {"threads"} if own else {"threads", *suite.changes} - ({"order"} if attention else set())
@@ -352,7 +353,7 @@ def test_digests_are_those_of_the_reference(every):
             results = known["results"][operation][dtype]
             assert known["inputs"][operation][dtype] == check.inputs_digest(given)
             names = {c.name for c in given}
-            if operation in ("attention", "attention_backward"):  # some kernels promise bits of some cases
+            if operation in ATTENTION:  # some kernels promise bits of some cases
                 assert results.keys() <= names
             else:
                 assert results.keys() == (set() if suite.reference is None else names)

@@ -15,6 +15,7 @@ FLOATS = [0.1 * i for i in range(1, 9)]
 INTEGERS = list(range(3, 11))
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
 Q = torch.randn(2, 2, 6, 16, generator=torch.Generator().manual_seed(1))
+K, LENGTHS = Q.repeat(1, 1, 2, 1), torch.tensor([6, 3], dtype=torch.int32)
 TARGETS = torch.tensor([0, 3, 2, 1])
 
 
@@ -53,6 +54,21 @@ CALLS = {
     "attention batch": (lambda q, v: igt.attention(q[:v], q[:v], q[:v]), Q.repeat(6, 1, 1, 1), INTEGERS),
     "attention heads": (lambda q, v: igt.attention(q[:, :v], q[:, :v], q[:, :v]), Q.repeat(1, 6, 1, 1), INTEGERS),
     "attention length": (lambda q, v: igt.attention(q[:, :, :v], q, q), Q.repeat(1, 1, 2, 1), INTEGERS),
+    "attention_with_cache batch": (
+        lambda q, v: igt.attention_with_cache(*[q[:v].detach()] * 3, torch.arange(v, dtype=torch.int32)) * q.sum(),
+        Q.repeat(6, 1, 2, 1),
+        INTEGERS,
+    ),
+    "attention_with_cache length": (
+        lambda q, v: igt.attention_with_cache(q[:, :, :v].detach(), K, K, LENGTHS) * q.sum(),
+        Q.repeat(1, 1, 2, 1),
+        INTEGERS,
+    ),
+    "attention_with_cache window": (
+        lambda q, v: igt.attention_with_cache(*[q.detach()] * 3, LENGTHS, window=(v, None)) * q.sum(),
+        Q,
+        INTEGERS,
+    ),
     "sdpa batch": (lambda q, v: igt.scaled_dot_product_attention(q[:v], q[:v], q[:v]), Q.repeat(6, 1, 1, 1), INTEGERS),
     "gather": (lambda x, v: igt.gather(x[:v], 1, x[:v].argsort(1)), rows(12), INTEGERS),
     "moe_permute": (lambda x, v: igt.moe_permute(x[:v], torch.arange(2 * v), 2), rows(12), INTEGERS),

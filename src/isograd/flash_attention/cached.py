@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, Unpack, overload
 
-from isograd.core import arrays, encoder, functional
+from isograd.core import arrays, encoder, functional, registry
 from isograd.core.checks import checked_preference, checked_shape
 from isograd.core.faults import named
 from isograd.errors import InvalidProblemError, UnsupportedError
@@ -12,14 +13,29 @@ from isograd.flash_attention import problem as steps
 from isograd.flash_attention.descriptors import AttentionWithCacheDescriptor
 from isograd.flash_attention.options import AttentionOptions, Window
 from isograd.flash_attention.plans import AttentionPlan, AttentionWithCachePlan
+from isograd.runtime.fenv import default_environment
 from isograd.typing import AttentionWithCacheKeywords, DataT, Layout, SupportsDLPack
+
+
+@functools.lru_cache(maxsize=4096)
+def _selected(
+    descriptor: AttentionWithCacheDescriptor, device: str, preference: str | None, generation: int
+) -> AttentionWithCachePlan:
+    name = descriptor.operation
+    found = AttentionPlan.select(descriptor.whole(), device, preference).kernel.name
+    served = [e.kernel.name for e in registry.kernels() if e[:3] == (name, device, descriptor.dtype)]
+    if served and found not in served:
+        raise UnsupportedError(
+            f"{name}: the forward pass takes the kernel {found!r} here, which has no cache, and others have other "
+            f"bits; accepted: one of {served} by preference, in both"
+        )
+    return AttentionWithCachePlan.select(descriptor, device, found)
 
 
 def plan_of(descriptor: AttentionWithCacheDescriptor, device: str, preference: str | None) -> AttentionWithCachePlan:
     """The plan of the kernel that a forward pass over whole sequences takes: another one would have other bits."""
-    with named(descriptor.operation):
-        whole = functional.plan(AttentionPlan, descriptor.whole(), device, preference)
-        return functional.plan(AttentionWithCachePlan, descriptor, device, whole.kernel.name)
+    with named(descriptor.operation), default_environment():  # a cache compares numbers, subnormal ones too
+        return _selected(descriptor, device, preference, registry.generation())
 
 
 def sizes(operation: str, q: Any, k: Any, v: Any, block_table: Any) -> dict[str, Any]:

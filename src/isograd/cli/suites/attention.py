@@ -18,6 +18,7 @@ from isograd.flash_attention.descriptors import (
     AttentionBackwardDescriptor,
     AttentionDeltaDescriptor,
     AttentionDescriptor,
+    AttentionWithCacheDescriptor,
     work_type,
 )
 from isograd.flash_attention.options import AttentionOptions
@@ -27,6 +28,7 @@ from isograd.flash_attention.plans import (
     AttentionBackwardPlan,
     AttentionDeltaPlan,
     AttentionPlan,
+    AttentionWithCachePlan,
 )
 from isograd.flash_attention.problem import sizes
 from isograd.numerics import random
@@ -120,6 +122,47 @@ def _delta_cases(dtype: str) -> Iterator[Case]:
     yield Case("NaN and inf", {"o": store(special, dtype), "do": store(np.abs(normal((1, 1, 5, 16), 999)), dtype)})
 
 
+class _Cache(NamedTuple):
+    """Keys of sequences, queries of each, room for keys, and rows of a page, None for a contiguous cache."""
+
+    lengths: tuple[int, ...]
+    queries: int
+    room: int
+    page_size: int | None
+
+
+_CACHES: tuple[tuple[str, _Cache, _Shape, AttentionOptions], ...] = (
+    ("one query", _Cache((200, 1, 129), 1, 260, None), _Shape(3, 4, 2, 1, 0, 64, 64), AttentionOptions(True)),
+    ("five queries", _Cache((150, 0, 3), 5, 150, None), _Shape(3, 4, 1, 5, 0, 16, 24), AttentionOptions(True)),
+    ("window, softcap", _Cache((140, 64), 2, 140, None), _Shape(2, 2, 2, 2, 0, 40, 32),
+     AttentionOptions(True, window=(70, None), softcap=1.5)),
+    ("many queries", _Cache((150, 70), 70, 150, None), _Shape(2, 4, 2, 70, 0, 16, 24), AttentionOptions(True)),
+    ("pages", _Cache((130, 33, 0), 1, 144, 16), _Shape(3, 4, 2, 1, 0, 64, 64), AttentionOptions(True)),
+    ("pages, window", _Cache((130, 33), 3, 140, 7), _Shape(2, 4, 4, 3, 0, 16, 24),
+     AttentionOptions(True, window=(40, None), scale=0.5)),
+)  # fmt: skip
+
+
+def _cache_cases(dtype: str) -> Iterator[Case]:
+    for stream, (name, cache, shape, options) in enumerate(_CACHES):
+        stream = 1100 + 20 * stream
+        b, h, g, n, _, d, e = shape
+        inputs = {"q": store(normal((b, h, n, d), stream), dtype)}
+        size = cache.room
+        if cache.page_size is not None:
+            each = cache.room // cache.page_size
+            inputs["block_table"] = random.permutation(b * each, seed=5).reshape(b, each).astype(np.int32)
+            b, size = b * each, cache.page_size
+        inputs |= {
+            "k": store(normal((b, g, size, d), stream + 1), dtype),
+            "v": store(normal((b, g, size, e), stream + 2), dtype),
+            "cache_seqlens": np.array(cache.lengths, np.int32),
+        }
+        if options.window:
+            inputs["sinks"] = store(normal((h,), stream + 3), dtype)
+        yield Case(name, inputs, {"options": options})
+
+
 # --- what runs them --------------------------------------------------------------------------------------------------
 def _fields(case: Case, dtype: str) -> dict[str, Any]:
     a = case.inputs
@@ -151,6 +194,15 @@ def _delta_descriptor(case: Case, dtype: str) -> Descriptor:
     return AttentionDeltaDescriptor(batch, heads, length, v_dim, dtype)
 
 
+def _cache_descriptor(case: Case, dtype: str) -> Descriptor:
+    a = case.inputs
+    fields = {**sizes(a["q"], a["k"], a["v"]), "dtype": dtype, **case.options}
+    if "block_table" in a:
+        pages, _, page_size, _ = a["k"].shape
+        fields |= {"k_length": a["block_table"].shape[1] * page_size, "page_size": page_size, "pages": pages}
+    return AttentionWithCacheDescriptor(**fields, sinks_dtype=dtype if "sinks" in a else None)
+
+
 def _oracle(options: AttentionOptions, q: Array, k: Array, v: Array, **operands: Array) -> Arrays:
     return reference.oracle_attention(q, k, v, options, reference.inputs_of(operands))
 
@@ -169,6 +221,27 @@ def _definition(options: AttentionOptions, q: Array, k: Array, v: Array, **opera
     if q.dtype.name not in ORDER_FREE_DTYPES:
         return None
     return order_free.attention(q, k, v, options, reference.inputs_of(operands))
+
+
+def _oracle_with_cache(
+    options: AttentionOptions, q: Array, k: Array, v: Array, cache_seqlens: Array, **operands: Array
+) -> Arrays:
+    def oracle(q: Array, k: Array, v: Array, options: AttentionOptions, **rest: Array) -> Arrays:
+        return _oracle(options, q, k, v, **rest)
+
+    return reference.over_cache(oracle, q, k, v, cache_seqlens, options, **operands)
+
+
+def _definition_with_cache(
+    options: AttentionOptions, q: Array, k: Array, v: Array, cache_seqlens: Array, **operands: Array
+) -> Arrays | None:
+    if q.dtype.name not in ORDER_FREE_DTYPES:
+        return None
+
+    def definition(q: Array, k: Array, v: Array, options: AttentionOptions, **rest: Array) -> Arrays:
+        return order_free.attention(q, k, v, options, reference.inputs_of(rest))
+
+    return reference.over_cache(definition, q, k, v, cache_seqlens, options, **operands)
 
 
 def _definition_backward(
@@ -248,6 +321,26 @@ def _order(rows: int) -> Callable[[Case], Iterator[Change]]:
     return changes
 
 
+def _cache_batch(case: Case) -> Iterator[Change]:
+    """The last sequence alone."""
+    own = ("q", "cache_seqlens", "block_table") if "block_table" in case.inputs else ("q", "k", "v", "cache_seqlens")
+    inputs = {name: a[-1:] if name in own else a for name, a in case.inputs.items()}
+    yield Change(Case(case.name, inputs, case.options), lambda results: tuple(x[-1:] for x in results))
+
+
+def _cache_padding(case: Case) -> Iterator[Change]:
+    """More room behind the keys, and pages in another order."""
+    inputs = dict(case.inputs)
+    if "block_table" not in inputs:
+        wider = {name: np.pad(inputs[name], ((0, 0), (0, 0), (0, 9), (0, 0))) for name in ("k", "v")}
+        yield Change(Case(case.name, inputs | wider, case.options))
+        return
+    order = random.permutation(len(inputs["k"]), seed=6)
+    inputs |= {name: inputs[name][order] for name in ("k", "v")}
+    inputs["block_table"] = np.argsort(order)[inputs["block_table"]].astype(np.int32)
+    yield Change(Case(case.name, inputs, case.options))
+
+
 def _delta_batch(case: Case) -> Iterator[Change]:
     half = case.inputs["o"].shape[2] // 2
     inputs = {name: a[:, :, half:] for name, a in case.inputs.items()}
@@ -287,6 +380,14 @@ SUITES: dict[str, Suite] = {
         _oracle_backward,
         _backward_cases,
         {"batch": _batch(3), "order": _order(1), "layout": _layout},
+    ),
+    "attention_with_cache": Suite(
+        AttentionWithCachePlan,
+        _cache_descriptor,
+        _definition_with_cache,
+        _oracle_with_cache,
+        _cache_cases,
+        {"batch": _cache_batch, "layout": _layout, "padding": _cache_padding},
     ),
     "attention_delta": Suite(
         AttentionDeltaPlan,
