@@ -88,13 +88,12 @@ def test_permuted_pages_and_strides_leave_no_trace(preference, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products_that_vanish_leave_no_sign(dtype):
-    """The sum of products that round to -0 and of 0 times a later value, which may be positive, has one sign."""
-    q = np.zeros((1, 1, 3, 16), NUMPY[dtype])
-    k, v = q.copy(), np.zeros((1, 1, 3, 16), NUMPY[dtype])
-    q[..., 0], k[0, 0, :, 0] = 16, [0, -20, 0]
-    v[0, 0, :, :] = np.array([[0], [-1e-20], [1]])
+    """A result that fades to -0 and the products of 0 with later values, which are added in the whole pass alone."""
+    q, k, v = (np.zeros((1, 1, 200, 16), NUMPY[dtype]) for _ in range(3))
+    q[..., 0], k[0, 0, 130, 0], v[0, 0, :128] = 16, 20, -1e-41
     expected = ig.attention(q, k, v, causal=True)
-    for length in (1, 2, 3):
+    assert not expected[0, 0, 130].any()
+    for length in (128, 130, 131, 132):
         o = ig.attention_with_cache(q[:, :, length - 1 : length], k, v, np.array([length], np.int32))
         assert o.tobytes() == expected[:, :, length - 1 : length].tobytes()
 

@@ -13,6 +13,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 X, P = torch.randn(3, 4, generator=GENERATOR), torch.rand(3, 1, generator=GENERATOR)
 Q = torch.randn(1, 1, 3, 16, generator=GENERATOR)
 INTEGERS, HIGH, META = X.to(torch.int32), torch.zeros([1] * 9), torch.empty(3, 4, device="meta")
+ONE = torch.tensor([1], dtype=torch.int32)
 ROWS, INDEX = torch.tensor([0, 1, 2]), torch.tensor([[0, 1], [2, 3], [1, 1]])
 FAR, ROW = torch.tensor([0, 1, 9]), torch.tensor([0])
 HIGH_INDEX = HIGH.long()
@@ -156,6 +157,18 @@ FUNCTIONS = [
     ("router_z_loss", [(X,)], [((INTEGERS,), "logits has dtype"), ((HIGH,), "")]),
     ("attention", [(Q, Q, Q)], [((Q, Q, Q[..., :1, :]), "v has shape"), ((X, Q, Q), "q has shape")]),
     (
+        "attention_with_cache",
+        [(Q, Q, Q, ONE)],
+        [
+            ((Q, Q, Q[..., :1, :], ONE), "v_cache has shape"),
+            ((Q, Q.double(), Q, ONE), "k_cache has dtype"),
+            ((Q, Q, Q, ONE.long()), "cache_seqlens has dtype"),
+            ((Q, Q, Q, ONE + 9), "cache_seqlens has 10 at 0"),
+            ((X, Q, Q, ONE), "q has shape"),
+            ((Q.clone().requires_grad_(), Q, Q, ONE), "q requires a gradient"),
+        ],
+    ),
+    (
         "scaled_dot_product_attention",
         [(Q, Q, Q)],
         [((Q, Q.double(), Q), "key has dtype"), ((X[0], Q, Q), "query has shape"), ((Q.int(), Q, Q), "query has")],
@@ -171,6 +184,16 @@ KEYWORDS = {
     "attention": (
         [((Q, Q, Q), {"dropout_p": 0.5, "seed": 3}), ((Q, Q, Q), {"dropout_p": 0.5})],
         [((Q, Q, Q), {"dropout_p": 2.0}, "dropout_p is"), ((Q, Q, Q), {"window": (-1, 2)}, "window")],
+    ),
+    "attention_with_cache": (
+        [((Q, Q, Q, ONE), {"block_table": ONE[:, None] - 1, "window": (1, None)})],
+        [
+            ((Q, Q, Q, ONE), {"block_table": ONE[:, None]}, "block_table has 1 at"),
+            ((Q, Q, Q, ONE), {"block_table": ONE}, "block_table has shape"),
+            ((Q, Q, Q, ONE), {"precision": "int8"}, "precision is 'int8'"),
+            ((Q, Q, Q, ONE), {"precision": "int16"}, "precision is 'int16' for torch.float32"),
+            ((Q, Q, Q, ONE), {"window": (-1, 2)}, "window"),
+        ],
     ),
     "scaled_dot_product_attention": (
         [((Q, Q, Q), {"dropout_p": 0.5, "is_causal": True})],
@@ -208,7 +231,8 @@ def computed(name, args, kwargs):
     torch.manual_seed(0)
     leaves = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
     # Targets and weights of classes have no gradient.
-    leaves = [a if i < (2 if name == "moe_combine" else 1) else args[i] for i, a in enumerate(leaves)]
+    counts = {"moe_combine": 2, "attention_with_cache": 0}
+    leaves = [a if i < counts.get(name, 1) else args[i] for i, a in enumerate(leaves)]
     found = getattr(igt, name)(*leaves, **kwargs)
     results = [r for r in (found if isinstance(found, tuple) else (found,)) if isinstance(r, torch.Tensor)]
     asked = [a for a in leaves if isinstance(a, torch.Tensor) and a.requires_grad]

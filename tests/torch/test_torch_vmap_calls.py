@@ -107,6 +107,7 @@ def arguments(seed, device="cpu"):
         "grouped_outer": (normal(4, 5), normal(4, 3), torch.tensor([0, 1, 4])),
         "attention": (q, k, v, extra),
         "attention with sinks": (q, k, v, None, None, None, None, None, None, sinks),
+        "attention_with_cache": (q, k, v, torch.tensor([5, 3], dtype=torch.int32)),
         "attention_backward": (normal(2, 4, 5, 16), None, o, lse, False, False, q, k, v, extra),
         "attention_backward with a bias": (normal(2, 4, 5, 16), None, o, lse, True, False, q, k, v, extra),
     }
@@ -144,6 +145,7 @@ def mapped(name, size, places, device="cpu"):
 # The arguments that make every member a problem of its own, where one kernel does not serve them all: class weights are
 # those of all rows, and linear_cross_entropy has one matrix, which it returns the gradient of with any argument.
 ONE_BY_ONE = {
+    "attention_with_cache": {0, 1, 2, 3},
     "matmul by a weight": {1},
     "matmul over tokens": {0, 1},
     "add_to_rows": {1},

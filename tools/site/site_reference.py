@@ -43,7 +43,11 @@ _PAGES = (
     ("dropout", "Dropout", ("isograd.ops.dropout",)),
     ("rotary", "Rotary positions", ("isograd.ops.rotary", "isograd.rotary")),
     ("router", "Mixture of experts", ("isograd.ops.router",)),
-    ("attention", "Attention", ("isograd.flash_attention", "isograd.torch.dot_product", "isograd.torch.huggingface")),
+    (
+        "attention",
+        "Attention",
+        ("isograd.flash_attention", "isograd.torch.dot_product", "isograd.torch.decoding", "isograd.torch.huggingface"),
+    ),
     ("gather", "Gather, scatter, embedding", ("isograd.gather", "isograd.torch.indexing")),
     ("matmul", "Matrix products", ("isograd.products", "isograd.torch.products")),
     ("elementwise", "Elementwise functions and sums", ("isograd.array_functions",)),
