@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 triton = pytest.importorskip("triton", reason="needs triton")
 
+import cached_sequences  # noqa: E402
 import gluon_emulation as emulation  # noqa: E402
 from choices import exhaustive, thorough  # noqa: E402
 from triton_targets import kernels_of, resources  # noqa: E402
@@ -20,7 +21,11 @@ from triton_targets import kernels_of, resources  # noqa: E402
 from isograd.core import registry  # noqa: E402
 from isograd.flash_attention import bounds, reference  # noqa: E402
 from isograd.flash_attention import gluon_launch as launch  # noqa: E402
-from isograd.flash_attention.descriptors import AttentionBackwardDescriptor, AttentionDescriptor  # noqa: E402
+from isograd.flash_attention.descriptors import (  # noqa: E402
+    AttentionBackwardDescriptor,
+    AttentionDescriptor,
+    AttentionWithCacheDescriptor,
+)
 from isograd.flash_attention.options import AttentionOptions  # noqa: E402
 from isograd.flash_attention.triton_problem import PAD  # noqa: E402
 
@@ -107,6 +112,15 @@ def operands(d: Any, ends: Any = None, seed: int = 0) -> dict[str, Any]:
     if d.sinks_dtype is not None:
         found["sinks"] = torch.linspace(-1, 2, d.heads).to(getattr(torch, d.sinks_dtype))
     return found
+
+
+def to_torch(x: Any) -> Any:
+    return torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16) if x.itemsize == 2 else torch.from_numpy(x)
+
+
+def to_numpy(t: Any) -> Any:
+    t = t.contiguous()
+    return t.view(torch.int16).numpy() if t.dtype == torch.bfloat16 else t.numpy()
 
 
 def wide(t: Any) -> Any:
@@ -311,6 +325,41 @@ def test_emulation_finds_a_missing_wait(monkeypatch: pytest.MonkeyPatch, seeds: 
 
     with pytest.raises((AssertionError, TimeoutError)):
         checked()
+
+
+@pytest.mark.parametrize("name", ["contiguous", "heads inside", "pages", thorough("other strides")])
+def test_rows_over_a_cache_have_the_bits_of_whole_sequences(
+    name: str, seeds: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = lambda p, operation, a: (a["cache_seqlens"], a.get("block_table", a["q"]))  # noqa: E731
+    monkeypatch.setattr(launch.triton_launch, "used_keys", used)
+    options, lengths = AttentionOptions(causal=True, window=(150, None), softcap=2.0), [200, 129, 0, 3]
+    w = cached_sequences.whole(cached_sequences.Shape((200, 150, 0, 70), 4, 2, 64, 64), "bfloat16", True)
+    arrays = (cached_sequences.paged if name == "pages" else cached_sequences.cached)(
+        w, lengths, 2, 16 if name == "pages" else 210
+    )
+    a = {key: to_torch(x) for key, x in arrays.items()}
+    if name != "contiguous":
+        a |= {key: a[key].transpose(1, 2).contiguous().transpose(1, 2) for key in "qkv"}
+    if name == "other strides":
+        a["k"] = a["k"].expand(2, -1, -1, -1, -1)[0].clone(memory_format=torch.contiguous_format)
+    room = {"page_size": 16, "pages": len(a["k"])} if name == "pages" else {}
+    capacity = a["block_table"].shape[1] * 16 if name == "pages" else 210
+    sinks = "bfloat16"
+    d = AttentionWithCacheDescriptor(4, 4, 2, 2, capacity, 64, 64, "bfloat16", options, sinks_dtype=sinks, **room)
+    d = d.validated()
+    assert launch.supports(d) is None
+    a |= {"o": torch.full(d.o_shape, math.nan, dtype=torch.bfloat16), "lse": torch.full(d.lse_shape, math.nan)}
+    launch.forward(d, a)
+    expected = []
+    for q, k, v in zip(w.q, w.k, w.v, strict=True):
+        one = AttentionDescriptor(1, 4, 2, q.shape[2], q.shape[2], 64, 64, "bfloat16", options, sinks_dtype=sinks)
+        of_one = {key: to_torch(x) for key, x in (("q", q), ("k", k), ("v", v), ("sinks", w.sinks))}
+        of_one |= {"o": torch.empty_like(of_one["q"]), "lse": torch.empty(1, 4, q.shape[2])}
+        if q.shape[2]:
+            launch.forward(one.validated(), of_one)
+        expected.append((to_numpy(of_one["o"]), to_numpy(of_one["lse"])))
+    assert cached_sequences.same(expected, (to_numpy(a["o"]), to_numpy(a["lse"])), arrays)
 
 
 # --- compilation -----------------------------------------------------------------------------------------------------

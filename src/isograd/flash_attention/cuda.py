@@ -109,7 +109,7 @@ class OrderFreeAttention(TritonAttention):
 
 
 # Before Triton's, which take what these do not: a choice by the descriptor alone, the same forward and backward.
-for _operation in ("attention", "attention_backward"):
+for _operation in ("attention", "attention_backward", WITH_CACHE):
     for _dtype in ("float16", "bfloat16"):
         register_kernel(_operation, "cuda", _dtype, HopperAttention())
 

@@ -10,11 +10,11 @@ import torch
 from isograd.core import faults
 from isograd.devices.tma_launcher import Block, BlockLauncher
 from isograd.devices.triton_launcher import Specification, kept, processors
-from isograd.flash_attention import gluon_backward, gluon_forward, triton_launch
+from isograd.flash_attention import gluon_backward, gluon_cache, gluon_forward, triton_launch
 from isograd.flash_attention import gluon_steps as steps
 from isograd.flash_attention import triton_rows_launch as rows_launch
 from isograd.flash_attention import triton_tiles as tiles
-from isograd.flash_attention.descriptors import AttentionDescriptor
+from isograd.flash_attention.descriptors import AttentionDescriptor, AttentionWithCacheDescriptor
 from isograd.flash_attention.triton_problem import Arguments, Outputs, Problem, extras, problem_of
 
 # What the kernels take, in both directions: head dimensions, and options besides causal and full attention. What is
@@ -27,6 +27,10 @@ TILE_KEYS = 128  # of the backward pass
 
 def supports(d: AttentionDescriptor) -> str | None:
     """Why the kernels do not take a validated problem, or None if they do; a function of the descriptor alone."""
+    if isinstance(d, AttentionWithCacheDescriptor):
+        if d.batch * max(d.k_length, d.q_length) > _REACH:
+            return f"{d.batch} sequences have room for {d.k_length} keys each; accepted: up to {_REACH} in all"
+        return supports(d.whole())
     o = d.options
     given = {
         "a window": o.window is not None,
@@ -146,6 +150,9 @@ def _forward(p: Problem, blocks: tuple[Block, ...], sinks: torch.dtype, tile: Fo
 
 def forward(d: AttentionDescriptor, a: Arguments, config: ForwardTiles | None = None) -> None:
     """Fill o and lse; `config` overrides the rule."""
+    if isinstance(d, AttentionWithCacheDescriptor):
+        _forward_with_cache(d, a)
+        return
     tile = config or forward_tiles(d.head_dim)
     p, outputs, x = problem_of(d, a["q"]), Outputs(a), extras(a)
     q, k, v, o = _input(a["q"]), _input(a["k"]), _input(a["v"]), outputs["o"]
@@ -160,6 +167,18 @@ def forward(d: AttentionDescriptor, a: Arguments, config: ForwardTiles | None = 
     if lse is not a["lse"]:
         a["lse"].copy_(lse)
     faults.after_launch(q.device)
+
+
+def _forward_with_cache(d: AttentionWithCacheDescriptor, a: Arguments) -> None:
+    if a["lse"].numel() == 0:
+        return
+    if 0 in d.k_shape or d.k_length == 0:  # without a product: Triton's kernel leaves what a sink leaves here
+        triton_launch.forward(d, a)
+        return
+    used, table = triton_launch.used_keys(problem_of(d, a["q"]), d.operation, a)
+    packed = gluon_cache.packed(d, a, used, table, _REACH)
+    forward(packed.descriptor.validated(), packed.arguments)
+    packed.unpack(a)
 
 
 @kept
