@@ -32,6 +32,14 @@ def attention(n):
     return ig.AttentionDescriptor(*fields), ig.AttentionBackwardDescriptor(*fields)
 
 
+def attention_with_cache(n):
+    sizes, pages = (64, 64, "float32", CAUSAL), {"page_size": 16, "pages": 64}
+    return (
+        ig.AttentionWithCacheDescriptor(n, 4, 2, 1, 32, *sizes),
+        ig.AttentionWithCacheDescriptor(8, 4, 2, 1, 16 * n, *sizes, **pages),
+    )
+
+
 def gather(n):
     fields = ((n, 256), (n, 16), "float32", "int64", 1)
     return ig.TakeAlongAxisDescriptor(*fields), ig.TakeAlongAxisBackwardDescriptor(*fields)
@@ -58,6 +66,7 @@ OPERATIONS = {
     "softmax": (softmax, 4),
     "cross_entropy": (cross_entropy, 2),
     "attention": (attention, 4),
+    "attention_with_cache": (attention_with_cache, 4),
     "gather": (gather, 2),
     "index_add": (lambda n: [ig.IndexSumDescriptor((512, 256), (n,), "float32")], 9),
     "embedding": (lambda n: [ig.IndexSelectDescriptor((512, 64), (n,), "float32")], 1),

@@ -71,7 +71,8 @@ def _forward(p: Problem, strides: tuple[Strides, ...], dtypes: tuple[torch.dtype
     fixed = (*p.widths, *flags, *last, *tile[:2], tile.stages, p.precision)
     tail = (*shape, *strides, *p.numbers, *fixed)
     programs = per_head * p.heads * p.batch
-    specification = Specification(tail, programs, tile.warps, tile.stages)
+    free = ("batch", "together", "pages") if p.cached else ()  # which vary from one step of decoding to the next
+    specification = Specification(tail, programs, tile.warps, tile.stages, free=free)
     return Launcher(triton_forward.attention_forward, specification)
 
 
