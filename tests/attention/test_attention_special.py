@@ -215,7 +215,9 @@ def test_in_a_recording():
 
 def test_what_the_plans_promise():
     found = {e.operation: e for e in registry.kernels() if e.device == "cpu" and e.operation.startswith("attention")}
-    assert set(found) == {"attention", "attention_backward", "attention_delta"}
+    assert set(found) == {"attention", "attention_backward", "attention_delta", "attention_with_cache"}
+    options = ig.AttentionOptions(causal=True)
+    cache = ig.AttentionWithCacheDescriptor(1, 2, 1, 1, 8, 16, 16, "bfloat16", options)
     for operation, plan in (
         ("attention", ig.AttentionPlan.select(ig.AttentionDescriptor(1, 2, 1, 8, 8, 16, 16, "bfloat16"))),
         (
@@ -223,6 +225,7 @@ def test_what_the_plans_promise():
             ig.AttentionBackwardPlan.select(ig.AttentionBackwardDescriptor(1, 2, 1, 8, 8, 16, 16, "bfloat16")),
         ),
         ("attention_delta", ig.AttentionDeltaPlan.select(ig.AttentionDeltaDescriptor(1, 2, 8, 16, "bfloat16"))),
+        ("attention_with_cache", ig.AttentionWithCachePlan.select(cache)),
     ):
         promise = plan.precision_guarantee
         assert plan.sku.op == operation

@@ -35,8 +35,8 @@ class Plan:
 
     descriptor_type: ClassVar[type[Descriptor]]
     __slots__ = (
-        "_are_arrays", "_are_tensors", "_inputs", "_names", "_outputs", "descriptor", "device", "kernel", "outputs", "sku",
-        "workspace_size",
+        "_are_arrays", "_are_tensors", "_inputs", "_names", "_outputs", "descriptor", "device", "kernel", "outputs",
+        "sku", "workspace_size",
     )  # fmt: skip
 
     def __init__(self, descriptor: Descriptor, device: str, kernel: Kernel) -> None:
