@@ -5,7 +5,9 @@ import fcntl
 import importlib.util
 import itertools
 import logging
+import os
 import pickle
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -216,3 +218,44 @@ def test_machine_code_is_made_of_kernels_alone(tmp_path, monkeypatch):
     kernel = numba_compile.kernel(total)
     assert kernel(4) == 20
     assert kernel.stats.cache_hits
+
+
+LONG = "\n".join(f"        x = (x ^ (x >> {k % 13 + 1})) * {2 * k + 3} + n" for k in range(80))
+NAMESAKES = f"""
+from isograd.runtime.numba_compile import kernel, subroutine
+
+def made(n):
+    @subroutine
+    def long(x):
+{LONG}
+        return x
+    return long
+
+one, two = made(1), made(2)
+
+@kernel
+def first(x):
+    return one(x) + one(x + 1)
+
+@kernel
+def second(x):
+    return two(x) + two(x + 1)
+"""
+
+
+def test_functions_of_one_name_in_kernels_of_several_processes(tmp_path):
+    """What kernels call is their own, also where Numba's names for it are the same."""
+    (tmp_path / "namesakes.py").write_text(NAMESAKES)
+    paths = (str(tmp_path), str(Path(numba_compile.__file__).parents[2]))
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(paths)}
+
+    def printed(names):
+        script = f"import namesakes as n; print({', '.join(f'n.{name}(5)' for name in names)})"
+        command = [sys.executable, "-W", "ignore", "-c", script]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    alone = [*printed(["first"]), *printed(["second"])]
+    assert alone[0] != alone[1]
+    assert printed(["first", "second"]) == alone
+    assert printed(["second", "first"]) == alone[::-1]

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import llvmlite.binding
 import numba
-from llvmlite.binding import ffi
+from llvmlite.binding import Linkage, ffi
 from numba import _dynfunc
 from numba.core import sigutils
 from numba.core.caching import FunctionCache
@@ -68,15 +68,50 @@ class _LinkedLowering(NativeLowering):
         return True
 
 
-class _LinkedCompiler(CompilerBase):
+def _compiler(lowering: Any) -> Any:
     """Numba's passes, the lowering replaced."""
 
-    def define_pipelines(self) -> list[Any]:
-        manager = DefaultPassBuilder.define_nopython_pipeline(self.state, "isograd_linked")
-        manager.passes = [(_LinkedLowering if step is NativeLowering else step, why) for step, why in manager.passes]
-        manager._finalized = False
-        manager.finalize()
-        return [manager]
+    class Compiler(CompilerBase):
+        def define_pipelines(self) -> list[Any]:
+            manager = DefaultPassBuilder.define_nopython_pipeline(self.state, lowering._name)
+            manager.passes = [(lowering if step is NativeLowering else step, why) for step, why in manager.passes]
+            manager._finalized = False
+            manager.finalize()
+            return [manager]
+
+    return Compiler
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+class _KernelLibrary(JITCodeLibrary):
+    """The machine code of a kernel, whose functions nobody else calls.
+
+    Numba tells functions of one name and one signature apart by a number that it counts up in a process. In files that
+    several processes wrote, two that differ may have the same name, and where both kernels are loaded the functions of
+    the first would serve the second.
+    """
+
+    def _finalize_final_module(self) -> None:
+        for function in self._final_module.functions:
+            if function.linkage in (Linkage.linkonce_odr, Linkage.weak_odr):
+                function.linkage = Linkage.internal
+        super()._finalize_final_module()
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _KernelLowering(NativeLowering):
+    """Lowering to a library of a kernel."""
+
+    _name = "isograd_kernel_lowering"
+
+    def run_pass(self, state: Any) -> bool:
+        state.library = _KernelLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
+        state.library.enable_object_caching()
+        done: bool = super().run_pass(state)
+        return done
+
+
+_KERNEL_COMPILER = _compiler(_KernelLowering)
 
 
 # --- options ---------------------------------------------------------------------------------------------------------
@@ -85,7 +120,7 @@ class _LinkedCompiler(CompilerBase):
 _INTERNAL: dict[str, Any] = {
     "no_cpython_wrapper": True,
     "no_cfunc_wrapper": True,
-    "pipeline_class": _LinkedCompiler,
+    "pipeline_class": _compiler(_LinkedLowering),
 }
 # Of overloads: always inlined, as device functions are.
 INLINED: dict[str, Any] = {"forceinline": True} | _INTERNAL
@@ -311,7 +346,7 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     The cache stands beside the source or, where that folder cannot be written, in the user's cache folder
     (`NUMBA_CACHE_DIR` overrides both). Without any writable folder the kernel is compiled in every process.
     """
-    dispatcher = numba.njit(no_cfunc_wrapper=True, **_OPTIONS)(function)
+    dispatcher = numba.njit(no_cfunc_wrapper=True, pipeline_class=_KERNEL_COMPILER, **_OPTIONS)(function)
     dispatcher._cache = _cache_for(function)
     compile_for = dispatcher._compile_for_args
 
@@ -332,7 +367,7 @@ def c_function(signature: Any) -> Callable[[Callable[..., Any]], int]:
     """Compile a C function at once, keep it on disk as kernels are, and return its address."""
 
     def compile_now(function: Callable[..., Any]) -> int:
-        made = CFunc(function, sigutils.normalize_signature(signature), locals={}, options=dict(_OPTIONS))
+        made = CFunc(function, sigutils.normalize_signature(signature), {}, dict(_OPTIONS), _KERNEL_COMPILER)
         made._cache = _cache_for(function)
         made.compile()
         address: int = made.address
