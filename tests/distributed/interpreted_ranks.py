@@ -8,22 +8,25 @@ suite and of those that differ. Not a test itself: the variable acts when triton
 
 import itertools
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import contexts
 import linears
 import vocab
 from interpreter_patches import report
+from thread_ranks import Group, here, install
 
+from isograd.flash_attention import triton_launch
 from isograd.torch.distributed import (
+    context_attention,
+    context_pieces,
     parallel_products,
     products_gpu,
     vocab_gpu,
@@ -34,63 +37,7 @@ from isograd.torch.distributed import (
 
 EVERY = "--exhaustive" in sys.argv
 Case = tuple[str, bool]
-_here = threading.local()
-
-
-class Group:
-    """Ranks that are threads; the one that computes has the turn."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.turn = size, threading.Lock()
-        self._barrier, self._given = threading.Barrier(size), [torch.empty(0)] * size
-
-    def exchange(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """What every rank gives."""
-        self._given[_here.rank] = mine.clone()
-        self.turn.release()
-        self._barrier.wait()
-        found = list(self._given)
-        self._barrier.wait()
-        self.turn.acquire()
-        return found
-
-    def run(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
-        """What a function of the group returns on each rank."""
-        found: list[Any] = [None] * self.size
-
-        def serve(rank: int) -> None:
-            _here.rank = rank
-            try:
-                with self.turn:
-                    found[rank] = function(self, **arguments)
-            except Exception:
-                self._barrier.abort()
-                raise
-
-        threads = [threading.Thread(target=serve, args=(rank,)) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return found
-
-
-def all_reduce(x: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
-    theirs = torch.stack(group.exchange(x))
-    x.copy_(theirs.amax(0) if op == dist.ReduceOp.MAX else theirs.sum(0))
-
-
-def all_gather(everyone: list[torch.Tensor], x: torch.Tensor, group: Any = None) -> None:
-    for mine, theirs in zip(everyone, group.exchange(x), strict=True):
-        mine.copy_(theirs)
-
-
-dist.ProcessGroup = Group  # type: ignore[misc, assignment]
-dist.all_reduce, dist.all_gather = all_reduce, all_gather  # type: ignore[assignment]
-dist.get_world_size = lambda group: group.size  # type: ignore[assignment, misc]
-dist.get_rank = lambda group: _here.rank  # type: ignore[assignment, misc]
-dist.get_process_group_ranks = lambda group: list(range(group.size))  # type: ignore[assignment, misc]
-dist.get_backend = lambda group: "gloo"  # type: ignore[assignment, misc]
+install()
 _logit_gradients = vocab_gpu.logit_gradients
 
 
@@ -147,17 +94,29 @@ def parallel_linears() -> Iterator[Case]:
     x, w = (torch.randn(s, generator=generator).bfloat16() for s in ((5, 9000), (3, 9000)))
 
     def long_parts(group: Group) -> bool:
-        first, stop = ((0, 8500), (8500, 9000))[_here.rank]
+        first, stop = ((0, 8500), (8500, 9000))[here()]
         y = linears.row(x[:, first:stop], w[:, first:stop].clone(), None, group)
         return vocab.equal(y, linears.igt.linear(x, w))
 
     yield "long", Group(2).run(long_parts) == [True, True]
 
 
+def attention() -> Iterator[Case]:
+    """Sequences of which ranks have pieces, dq once from all keys."""
+    contexts.use(triton_launch)
+    context_pieces.STEP = 128  # a multiple of the tiles of these, for shorter sequences
+    for dtype, case, all_keys in (("bfloat16", "everything", True), ("float32", "both sides", False)):
+        context_attention._reads_all_keys = lambda q, preference, found=all_keys: found  # type: ignore[misc]
+        shape = contexts.Shape(1, 2, 1, 330, 16, 16)
+        found = Group(3).run(contexts.differ, kind="uneven", cases=[case], kinds=[(dtype, None)], shape=shape)
+        yield f"{dtype} {case}: {found}", found == [[]] * 3
+
+
 SUITES = {
     "losses": lambda: spread(vocab.losses_differ), "softmax": lambda: spread(vocab.softmax_differs),
     "long_rows": long_rows, "layouts": layouts,
     "linears": parallel_linears,
+    "attention": attention,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from isograd.torch.distributed import products_gpu, vocab_gpu  # noqa: E402
 
 SCRIPT = Path(__file__).parent / "interpreted_ranks.py"
 SUITES = {"losses": 6, "softmax": 6, "layouts": 2, "linears": 8}
-LONG = {"long_rows": 5}
+LONG = {"long_rows": 5, "attention": 2}
 
 
 @pytest.mark.parametrize("suite", SUITES)
@@ -33,7 +33,7 @@ def test_interpreter_returns_the_bits_of_the_whole(interpret: Any, suite: str) -
 
 
 @pytest.mark.thorough
-def test_long_rows_in_the_interpreter(interpret: Any) -> None:
+def test_long_rows_and_attention_in_the_interpreter(interpret: Any) -> None:
     found, which = interpret(SCRIPT, *LONG, exhaustive=False)
     assert {name: cases for name, (cases, wrong) in found.items() if not wrong} == LONG, which
 

@@ -30,7 +30,7 @@ def _is_causal_bias(mask: Any) -> bool:
     return found is not None and isinstance(mask, found.CausalBias)
 
 
-def _padded(x: Tensor) -> Tensor:
+def padded(x: Tensor) -> Tensor:
     """Zeros behind a head dimension that no kernel has; they change no score and no value."""
     size = x.shape[-1]
     missing = max(LEAST_DIM, -(-size // DIM_STEP) * DIM_STEP) - size
@@ -42,7 +42,7 @@ def drawn() -> Tensor:
     return torch.randint(-(1 << 63), (1 << 63) - 1, (), dtype=torch.int64, device="cpu")
 
 
-def _checked_head_dims(name: str, **rows: Tensor) -> None:
+def checked_head_dims(name: str, **rows: Tensor) -> None:
     """Raise for head dimensions of q, k and v, by their names, that no padding makes fit."""
     (query, q), (key, k), _ = rows.items()
     for argument, x in rows.items():
@@ -77,7 +77,7 @@ def _attend(
     head_dim, v_dim = q.shape[-1], v.shape[-1]
     if precision is not None and not _served(q, extra[0]):
         return attention_products.attend(name, Operands(q, k, v, *extra), options.validated(name, head_dim)), None
-    padded_q = _padded(q)
+    padded_q = padded(q)
     window: tuple[int | None, ...] = (None, None) if options.window is None else options.window
     if not torch.compiler.is_compiling():  # a trace may have symbols, which the call that computes checks as numbers
         options = options.validated(name, head_dim)
@@ -87,7 +87,7 @@ def _attend(
         scale = default_scale(head_dim)
     left, right = window
     o, lse = ATTENTION(
-        *(padded_q, _padded(k), _padded(v), *extra, options.causal, options.alignment, left, right),
+        *(padded_q, padded(k), padded(v), *extra, options.causal, options.alignment, left, right),
         *(scale, options.softcap, options.dropout_p, None if precision is None else "order_free"),
     )
     return (o if o.shape[-1] == v_dim else o[..., :v_dim]), lse
@@ -112,7 +112,7 @@ def _seed(name: str, dropout_p: float, seed: int | None, device: torch.device) -
     return drawn()
 
 
-def _checked_precision(name: str, precision: Any, *rows: Tensor) -> None:
+def checked_precision(name: str, precision: Any, *rows: Tensor) -> None:
     """Raise for a precision that there is not, and where it does not serve the rows."""
     if precision not in (None, "int16"):
         raise InvalidProblemError(f"{name}: precision is {precision!r}; accepted: int16, None")
@@ -224,8 +224,8 @@ def attention(
     for argument, tensor in (("q", q), ("k", k), ("v", v)):
         require_dense(name, tensor, argument)
     q, k, v = (problem.rows(name, argument, x, layout) for argument, x in (("q", q), ("k", k), ("v", v)))
-    _checked_head_dims(name, q=q, k=k, v=v)
-    _checked_precision(name, precision, q, k, v)
+    checked_head_dims(name, q=q, k=k, v=v)
+    checked_precision(name, precision, q, k, v)
     if precision is not None and return_lse and not _served(q, bias):
         raise UnsupportedError(
             f"{name}: return_lse is True with precision {precision!r}; accepted with float16 and bfloat16 and no bias"
@@ -342,8 +342,8 @@ def scaled_dot_product_attention(
             raise InvalidProblemError(
                 f"{_SDPA}: {argument} has dtype {tensor.dtype} and query {query.dtype}; expected the same"
             )
-    _checked_head_dims(_SDPA, query=query, key=key, value=value)
-    _checked_precision(_SDPA, precision, query, key, value)
+    checked_head_dims(_SDPA, query=query, key=key, value=value)
+    checked_precision(_SDPA, precision, query, key, value)
     own = 3 if enable_gqa else 2  # axes that are not broadcast
     heads = [tuple(t.shape[-own:-2]) for t in (query, key, value)]
     if enable_gqa and any(h[0] == 0 or heads[0][0] % h[0] for h in heads[1:]):

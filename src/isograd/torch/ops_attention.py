@@ -218,17 +218,17 @@ def _require(operation: str, call: Call, *, known: bool = False) -> AttentionOpt
     return options
 
 
-def like_rows(x: Tensor, size: int | None = None) -> Tensor:
-    """A result [B, H, L, size] that lies in memory as x does."""
-    batch, heads, length, own = x.shape
-    size = own if size is None else size
-    if heads > 1 and length > 1 and x.stride(1) < x.stride(2):
+def rows_like(x: Tensor, size: int | None = None, length: int | None = None) -> Tensor:
+    """A result [B, H, length, size], by default of x's sizes, that lies in memory as x does."""
+    batch, heads, own_length, own = x.shape
+    size, length = own if size is None else size, own_length if length is None else length
+    if heads > 1 and own_length > 1 and x.stride(1) < x.stride(2):
         return empty((batch, length, heads, size), x).transpose(1, 2)
     return empty((batch, heads, length, size), x)
 
 
 def _results(x: Operands) -> tuple[Tensor, Tensor]:
-    return like_rows(x.q, x.v.shape[3]), empty(x.q.shape[:3], x.q, work_dtype(x.q.dtype))
+    return rows_like(x.q, x.v.shape[3]), empty(x.q.shape[:3], x.q, work_dtype(x.q.dtype))
 
 
 # --- running ---------------------------------------------------------------------------------------------------------
@@ -313,9 +313,9 @@ def _backward_problem(
 def _backward_results(given: BackwardCall, x: Operands) -> Gradients:
     none = (0,)
     return (
-        like_rows(x.q),
-        like_rows(x.k),
-        like_rows(x.v),
+        rows_like(x.q),
+        rows_like(x.k),
+        rows_like(x.v),
         empty(x.bias.shape, x.bias) if given.dbias and x.bias is not None else empty(none, x.q),
         empty(x.sinks.shape, x.sinks) if given.dsinks and x.sinks is not None else empty(none, x.q),
     )

@@ -21,12 +21,12 @@ from isograd.flash_attention.options import AttentionOptions
 from isograd.torch import define
 from isograd.torch.ops_attention import (
     known_options,
-    like_rows,
     options_of,
     require_dtype,
     require_head_dims,
     require_heads,
     require_shape,
+    rows_like,
 )
 from isograd.torch.tensors import (
     NAMES,
@@ -99,7 +99,7 @@ def _require(call: Call, *, known: bool = False) -> AttentionOptions:
 
 def _results(call: Call) -> tuple[Tensor, Tensor]:
     q = call.q
-    return like_rows(q, call.v_cache.shape[3]), empty(q.shape[:3], q, work_dtype(q.dtype))
+    return rows_like(q, call.v_cache.shape[3]), empty(q.shape[:3], q, work_dtype(q.dtype))
 
 
 def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,15 @@ def checked_group(name: str, group: Any) -> Any:
     return group
 
 
+def carrier(group: Any, x: Any) -> torch.device:
+    """The device whose tensors say what a rank has; x: what the ranks have a part of, or what has failed."""
+    # A tensor of another device has failed, and no collective may take it.
+    device = x.device if isinstance(x, torch.Tensor) and x.device.type == "cuda" else torch.device("cpu")
+    if device.type == "cpu" and dist.get_backend(group) == "nccl":  # which carries no more than errors then
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def agree(
     name: str,
     groups: Sequence[Any],

@@ -10,7 +10,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from isograd.errors import IsogradError, UnsupportedError
 from isograd.torch import tensors
-from isograd.torch.distributed.agreement import agree, checked_group
+from isograd.torch.distributed.agreement import agree, carrier, checked_group
 from isograd.torch.distributed.vocab_kernels import of, require_kernels
 
 
@@ -52,7 +52,7 @@ def checked_part(name: str, argument: str, x: Any) -> Tensor:
     """A plain tensor of a storage type with a last axis, on a device that has kernels."""
     tensors.require_dense(name, x, argument)
     if type(x) not in (Tensor, torch.nn.Parameter):
-        raise UnsupportedError(f"{name}: {argument} is a {type(x).__name__}; pass the tensor of this rank's classes")
+        raise UnsupportedError(f"{name}: {argument} is a {type(x).__name__}; pass the plain tensor of this rank")
     if is_functorch_wrapped_tensor(x):
         raise UnsupportedError(f"{name}: {argument} is transformed by torch.func; accepted: backward of torch.autograd")
     require_kernels(name, x.device)
@@ -69,9 +69,5 @@ def agreed(name: str, group: Any, x: Any, failed: IsogradError | None, what: Map
         if failed is not None:
             raise failed
         return Part(None, 0, classes)
-    # A tensor of another device has failed, and no collective may take it.
-    device = x.device if isinstance(x, Tensor) and x.device.type == "cuda" else torch.device("cpu")
-    if device.type == "cpu" and dist.get_backend(group) == "nccl":  # which carries no more than errors then
-        device = torch.device("cuda", torch.cuda.current_device())
-    sizes = agree(name, [group], device, failed, what, classes)
+    sizes = agree(name, [group], carrier(group, x), failed, what, classes)
     return Part(group, sum(sizes[: dist.get_rank(group)]), sum(sizes))
