@@ -25,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "short window": {"causal": True, "window": (70, None), "sinks": True},
     "long window": {"causal": True, "window": (500, None)},
     "both sides": {"window": (390, 130), "scale": 0.3},
+    "narrow window": {"window": (45, 20)},
     "left side": {"window": (384, None)},
     "right side": {"window": (None, 5), "softcap": 2.0},
     "everything": {"causal": True, "window": (40, 3), "softcap": 1.5, "scale": 0.4, "sinks": True, "layout": "BLHD"},
@@ -54,8 +55,11 @@ def cuts(total: int, ranks: int, kind: str) -> list[int]:
     return [0, *[int(total * part) for part in _CUTS[kind][: ranks - 1]], total]
 
 
-def sequence(dtype: str, shape: Shape = SHAPE, special: bool = False) -> list[Tensor]:
-    """q, k, v, the gradient of o, and sinks; special: with NaN and infinities, of which few rows hear."""
+def sequence(dtype: str, shape: Shape = SHAPE, special: bool = False, loud: float = 1) -> list[Tensor]:
+    """q, k, v, the gradient of o, and sinks; special: with NaN and infinities, of which few rows hear.
+
+    loud: how many times larger an early key is, which a window hides from most queries.
+    """
     generator = torch.Generator().manual_seed(3)
     queries, keys = shape.batch * shape.heads, shape.batch * shape.kv_heads
     sizes = (queries, shape.head_dim), (keys, shape.head_dim), (keys, shape.v_dim), (queries, shape.v_dim)
@@ -64,6 +68,7 @@ def sequence(dtype: str, shape: Shape = SHAPE, special: bool = False) -> list[Te
     )
     sinks = torch.randn(shape.heads, generator=generator)
     q[0, 0] *= 5
+    k[:, :, 1] *= loud
     if special:
         q[0, 1, 700, 3], k[0, 1, 650, 2], v[1, 0, 520, 1], g[1, 3, 600, 0] = math.nan, math.inf, -math.inf, math.nan
     return [x.to(getattr(torch, dtype)) for x in (q, k, v, g, sinks)]
@@ -75,6 +80,7 @@ def differ(
     cases: list[str] | None = None,
     kinds: Any = None,
     special: bool = False,
+    loud: float = 1,
     shape: Shape = SHAPE,
     device: str = "cpu",
 ) -> list[str]:
@@ -82,7 +88,7 @@ def differ(
     found = []
     for dtype, precision in kinds or KINDS:
         for case in cases or CASES:
-            given = [x.to(device) for x in sequence(dtype, shape, special)]
+            given = [x.to(device) for x in sequence(dtype, shape, special, loud)]
             found += [f"{dtype} {precision} {case} {what}" for what in _wrong(group, kind, given, case, precision)]
     return found
 

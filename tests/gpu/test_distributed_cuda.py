@@ -13,7 +13,9 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+import contexts  # noqa: E402
 import linears  # noqa: E402
+import test_context_attention  # noqa: E402
 import test_parallel_linear  # noqa: E402
 import test_vocab  # noqa: E402
 import vocab  # noqa: E402
@@ -186,6 +188,16 @@ def test_linear_layers_have_the_bits_of_the_cpu(special: bool) -> None:
     assert not linears.mlp_differs(None, "cuda")
 
 
+# Sizes for Triton's kernels and, on Hopper, for those in Gluon; sequences have the bits of the same device.
+SHAPES = [contexts.SHAPE, *[contexts.Shape(head_dim=d, v_dim=d) for d in (64, 128)]]
+PRECISIONS = [("float16", None), ("bfloat16", None), ("float32", None), ("bfloat16", "int16")]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_without_a_group(shape: Any) -> None:
+    assert contexts.differ(None, "even", kinds=PRECISIONS, shape=shape, device="cuda") == []
+
+
 # --- NCCL ------------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: Any) -> Any:
@@ -242,16 +254,35 @@ def test_bits_of_the_whole_layer(ranks: Ranks, n: int, kind: str, special: bool)
 
 
 @pytest.mark.parametrize("n", NUMBERS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bits_of_the_whole_sequence(ranks: Ranks, n: int, shape: Any) -> None:
+    for kind in ("even", "uneven", "empty"):
+        given = {"kind": kind, "kinds": PRECISIONS, "shape": shape, "device": "cuda"}
+        assert ranks.run("contexts", "differ", n, timeout=600, **given) == [[]] * n, kind
+    assert ranks.run("contexts", "some_gradients_differ", n, device="cuda", timeout=600) == [[]] * n
+
+
+@pytest.mark.parametrize("n", NUMBERS)
 def test_layouts_autocast_and_nothing_to_do(ranks: Ranks, n: int) -> None:
     assert ranks.run("vocab", "layouts_differ", n, device="cuda", timeout=600) == [False] * n
     assert ranks.run("vocab", "empty", n, device="cuda", timeout=600) == [[0.0, (0, 3), (2, 0)]] * n
     assert ranks.run("vocab", "autocast", n, device="cuda", timeout=600) == [True] * n
     assert ranks.run("linears", "empty", n, device="cuda", timeout=600) == [[(0, 3), 0.0, [[0.0] * 3] * 2]] * n
     assert ranks.run("linears", "autocast", n, device="cuda", timeout=600) == [True] * n
+    sequences = [(1, 2, 0, 16), (1, 2, 0, 16), [0.0, 0.0], (1, 0, 3, 16)]
+    assert ranks.run("contexts", "empty", n, device="cuda", timeout=600) == [sequences] * n
+    assert ranks.run("contexts", "autocast", n, device="cuda", timeout=600) == [True] * n
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize(("module", "said"), [("vocab", test_vocab.SAID), ("linears", test_parallel_linear.SAID)])
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("vocab", test_vocab.SAID),
+        ("linears", test_parallel_linear.SAID),
+        ("contexts", test_context_attention.SAID),
+    ],
+)
 def test_errors_on_both_ranks(ranks: Ranks, module: str, said: Any) -> None:
     found = ranks.run(module, "mistakes", 2, device="cuda", timeout=600)
     for what, (kind, first, second) in said.items():

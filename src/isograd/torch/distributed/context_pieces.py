@@ -100,8 +100,10 @@ class Pieces(NamedTuple):
         rows = x.movedim(2, 0)
         if self.group is None or not most * rows.shape[1:].numel():
             return x
-        mine = empty((most, *rows.shape[1:]), x)
-        mine[: self.length] = rows
+        mine = rows.contiguous()
+        if self.length != most:
+            mine = empty((most, *rows.shape[1:]), x)
+            mine[: self.length] = rows
         everyone = empty((len(self.lengths), *mine.shape), x)
         dist.all_gather_into_tensor(everyone.flatten(0, 1), mine, group=self.group)
         pieces = [piece[:length] for piece, length in zip(everyone.unbind(), self.lengths, strict=True)]
