@@ -35,9 +35,19 @@ def test_without_a_group(kind: Any) -> None:
     assert contexts.some_gradients_differ(None) == []
 
 
-@pytest.mark.parametrize(("n", "kind"), [(1, "even"), (2, "uneven"), (3, "even"), (4, "uneven"), (4, "ends")], ids=str)
-def test_bits_of_the_whole_sequence(four: Any, n: int, kind: str) -> None:
-    assert four.run("contexts", "differ", n, kind=kind) == [[]] * n
+EVERY = list(contexts.CASES)
+CHOSEN = [
+    (1, "even", ["causal"]),
+    (2, "uneven", EVERY),
+    (3, "even", ["sinks", "both sides", "left side"]),
+    (4, "uneven", EVERY),
+    (4, "ends", ["full", "short window", "long window", "right side"]),
+]
+
+
+@pytest.mark.parametrize(("n", "kind", "cases"), CHOSEN, ids=str)
+def test_bits_of_the_whole_sequence(four: Any, n: int, kind: str, cases: list[str]) -> None:
+    assert four.run("contexts", "differ", n, kind=kind, cases=cases) == [[]] * n
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -53,8 +63,8 @@ def test_what_is_not_finite_goes_as_far_as_in_the_whole(four: Any) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_bits_in_other_dtypes(four: Any, n: int) -> None:
-    kinds = [("float16", None), ("float16", "int16"), ("float64", None)]
+def test_bits_in_every_dtype(four: Any, n: int) -> None:
+    kinds = [*contexts.KINDS, ("float16", None), ("float16", "int16"), ("float64", None)]
     for kind in ("even", "uneven", "ends"):
         assert four.run("contexts", "differ", n, kind=kind, kinds=kinds) == [[]] * n
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from isograd.torch.distributed import context_pieces
+
 _here = threading.local()
 
 
@@ -71,8 +73,9 @@ def all_gather(everyone: list[torch.Tensor], x: torch.Tensor, group: Any = None)
 def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
     """Make torch.distributed take such groups; `put` sets what it has."""
     put(dist, "ProcessGroup", Group)
-    for function in (all_reduce, all_gather, all_gather_into_tensor):
-        put(dist, function.__name__, function)
+    put(dist, "all_reduce", all_reduce)
+    put(dist, "all_gather", all_gather)
+    put(context_pieces, "gather", all_gather_into_tensor)
     put(dist, "get_world_size", lambda group: group.size)
     put(dist, "get_rank", lambda group: here())
     put(dist, "get_process_group_ranks", lambda group: list(range(group.size)))

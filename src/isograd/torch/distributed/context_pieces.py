@@ -3,9 +3,9 @@
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from isograd.torch.distributed.buckets import gather
 from isograd.torch.ops_attention import rows_like
 from isograd.torch.tensors import empty
 
@@ -100,12 +100,13 @@ class Pieces(NamedTuple):
         rows = x.movedim(2, 0)
         if self.group is None or not most * rows.shape[1:].numel():
             return x
-        mine = rows.contiguous()
-        if self.length != most:
+        if self.length == most:
+            mine = rows.contiguous()
+        else:
             mine = empty((most, *rows.shape[1:]), x)
             mine[: self.length] = rows
         everyone = empty((len(self.lengths), *mine.shape), x)
-        dist.all_gather_into_tensor(everyone.flatten(0, 1), mine, group=self.group)
+        gather(everyone.flatten(0, 1), mine, group=self.group)
         pieces = [piece[:length] for piece, length in zip(everyone.unbind(), self.lengths, strict=True)]
         whole = everyone.flatten(0, 1) if self.total == most * len(pieces) else torch.cat(pieces)
         return whole.movedim(0, 2)
