@@ -4,6 +4,7 @@ Nothing here is fast. Each function works on arrays of binary32 or binary64 and 
 `docs/arithmetic.md` one by one; sums are Python integers, which are exact by nature.
 """
 
+import functools
 import math
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -163,6 +164,7 @@ def _two_product(a: Floats, b: Floats) -> tuple[Floats, Floats]:
     return p, ((ah * bh - p) + ah * bl + al * bh) + al * bl
 
 
+@functools.lru_cache
 def _exact_fma(a: Any, b: Any, d: Any) -> float:
     """One binary64 fma where splitting a factor would leave the range; a division of integers rounds once."""
     exact = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(d))
