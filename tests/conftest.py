@@ -18,6 +18,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault(name, "1")
 
 from choices import has_other_dtype
+from untraced import leave_out_compilers
 
 import isograd
 
@@ -46,6 +47,11 @@ def pytest_collection_modifyitems(items):
         return ("triton" not in path.name and path.name != "test_verify.py", folders[path.parent].index(path))
 
     items[:] = [item for path in sorted(files, key=rank) for item in files[path]]
+
+
+def pytest_collection_finish():
+    if sys.gettrace() is not None:
+        leave_out_compilers()
 
 
 @pytest.hookimpl(trylast=True)
