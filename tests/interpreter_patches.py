@@ -199,7 +199,8 @@ def _patch_types() -> None:
     shapes: dict[Any, Any] = {}
 
     def init_type(self: Any, element_ty: Any, shape: Any) -> None:
-        numbers = tuple(getattr(n, "value", n) for n in getattr(shape, "value", shape))
+        shape = shape.value if isinstance(shape, tl.constexpr) else shape
+        numbers = tuple(n.value if isinstance(n, tl.constexpr) else n for n in shape)
         key = id(element_ty), numbers  # the type of the elements is kept, so no other one gets its number
         if key not in known:
             make_type(self, element_ty, shape)
