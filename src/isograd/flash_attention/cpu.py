@@ -78,7 +78,7 @@ def _checked_lengths(p: AttentionWithCacheDescriptor, given: Array) -> NDArray[n
 
 def checked_table(p: AttentionWithCacheDescriptor, a: Arguments, sequences: NDArray[np.int64]) -> NDArray[np.int32]:
     """A checked copy of the block table; pages that are not used are 0."""
-    table = np.array(a["block_table"], np.int32)
+    table = np.array(a["block_table"], np.int32, order="C")
     lengths, size = sequences[:, 4:5], p.page_size or 1
     table[np.arange(table.shape[1]) >= -(-lengths // size)] = 0
     wrong = np.argwhere((table < 0) | (table >= max(p.pages, 1)))
