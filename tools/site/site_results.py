@@ -17,6 +17,7 @@ _TITLES = {
     "axes-cuda": "Softmax over another axis than the last",
     "cpu": "The softmax family on a CPU",
     "cuda": "The softmax family",
+    "demo-cpu": "The training of the demo",
     "divergences-cuda": "Divergences and gumbel_softmax",
     "families-cpu": "The other families on a CPU",
     "families-cuda": "The other families",
