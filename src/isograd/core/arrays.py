@@ -165,6 +165,14 @@ def _same_views(operands: Sequence[Any]) -> list[tuple[Any, frozenset[str]]]:
     return [(o, frozenset(name for name in o.aliases if kinds.get(name) == kinds[o.name])) for o in operands]
 
 
+def _reaches(start: int, stop: int, places: list[tuple[str, int, int]], aliases: frozenset[str]) -> bool:
+    """Whether an output's memory is also that of an operand before it, which it may not be the same as."""
+    for other, first, last in places:
+        if start < last and first < stop and not (start == first and other in aliases):
+            return True
+    return False
+
+
 def array_check(operands: Sequence[Any]) -> Callable[[Mapping[str, Any]], bool]:
     """As `tensor_check`, for NumPy arrays."""
     rows = [
@@ -183,10 +191,8 @@ def array_check(operands: Sequence[Any]) -> Callable[[Mapping[str, Any]], bool]:
                 return False
             start = address(array)
             stop = start + size
-            if output:
-                for other, first, last in places:
-                    if start < last and first < stop and not (start == first and other in aliases):
-                        return False
+            if output and _reaches(start, stop, places, aliases):
+                return False
             places.append((name, start, stop))
         return True
 
@@ -228,10 +234,8 @@ def tensor_check(operands: Sequence[Any]) -> Callable[[Mapping[str, Any], str], 
                 index = tensor.get_device()
             elif tensor.get_device() != index:
                 return False
-            if output:
-                for other, first, last in places:
-                    if start < last and first < stop and not (start == first and other in aliases):
-                        return False
+            if output and _reaches(start, stop, places, aliases):
+                return False
             places.append((name, start, stop))
         return True
 

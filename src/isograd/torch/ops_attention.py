@@ -452,17 +452,18 @@ def _batch_backward(
     return tuple(parts), tuple([0 if w else None for w in wanted])
 
 
+def as_autocast(device: str, tensor: Any, *welcome: torch.dtype) -> Any:
+    """An operand as attention takes it under a device's autocast: in its dtype, unless it has a welcome one."""
+    if tensor is None or tensor.device.type != device or tensor.dtype in (torch.float64, *welcome):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device)) if tensor.is_floating_point() else tensor
+
+
 def _autocast(device: str, *args: Any) -> tuple[Tensor, Tensor]:
     """As torch's attention under autocast: q, k and v in its dtype; bias and sinks may stay in float32."""
-    call, target = Call(*args), torch.get_autocast_dtype(device)
-
-    def cast(tensor: Tensor | None, *welcome: torch.dtype) -> Tensor | None:
-        if tensor is None or tensor.device.type != device or tensor.dtype in (torch.float64, *welcome):
-            return tensor
-        return tensor.to(target) if tensor.is_floating_point() else tensor
-
-    rows: Any = {name: cast(getattr(call, name)) for name in ("q", "k", "v")}
-    extra: Any = {name: cast(getattr(call, name), torch.float32) for name in ("bias", "sinks")}
+    call = Call(*args)
+    rows: Any = {name: as_autocast(device, getattr(call, name)) for name in ("q", "k", "v")}
+    extra: Any = {name: as_autocast(device, getattr(call, name), torch.float32) for name in ("bias", "sinks")}
     return ATTENTION(*call._replace(**rows, **extra))  # type: ignore[no-any-return]
 
 

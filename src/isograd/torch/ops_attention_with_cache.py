@@ -20,6 +20,7 @@ from isograd.flash_attention.descriptors import AttentionWithCacheDescriptor
 from isograd.flash_attention.options import AttentionOptions
 from isograd.torch import define
 from isograd.torch.ops_attention import (
+    as_autocast,
     known_options,
     options_of,
     require_dtype,
@@ -127,17 +128,10 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _autocast(device: str, *args: Any) -> tuple[Tensor, Tensor]:
     """As attention under autocast: q, k and v in its dtype; sinks may stay in float32."""
-    call, target = Call(*args), torch.get_autocast_dtype(device)
-
-    def cast(tensor: Tensor | None, *welcome: torch.dtype) -> Tensor | None:
-        if tensor is None or tensor.device.type != device or tensor.dtype in (torch.float64, *welcome):
-            return tensor
-        return tensor.to(target) if tensor.is_floating_point() else tensor
-
-    rows: Any = {name: cast(getattr(call, name)) for name in ("q", "k_cache", "v_cache")}
-    return ATTENTION_WITH_CACHE(  # type: ignore[no-any-return]
-        *call._replace(**rows, sinks=cast(call.sinks, torch.float32))
-    )
+    call = Call(*args)
+    rows: Any = {name: as_autocast(device, getattr(call, name)) for name in ("q", "k_cache", "v_cache")}
+    sinks = as_autocast(device, call.sinks, torch.float32)
+    return ATTENTION_WITH_CACHE(*call._replace(**rows, sinks=sinks))  # type: ignore[no-any-return]
 
 
 ATTENTION_WITH_CACHE: define.Operator = define.operator(

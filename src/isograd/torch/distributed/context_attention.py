@@ -21,7 +21,7 @@ from isograd.torch.distributed.context_pieces import Pieces
 from isograd.torch.distributed.vocab_parts import checked_part, given_group
 from isograd.torch.dot_product import Precision, checked_head_dims, checked_precision, padded
 from isograd.torch.indexing import enter
-from isograd.torch.ops_attention import ATTENTION, ATTENTION_BACKWARD, require_operands, rows_like
+from isograd.torch.ops_attention import ATTENTION, ATTENTION_BACKWARD, as_autocast, require_operands, rows_like
 from isograd.typing import Layout
 
 _NAME = "context_parallel_attention"
@@ -108,9 +108,7 @@ def _key_gradients(
 def _cast(x: Tensor, *welcome: torch.dtype) -> Tensor:
     """As `igt.attention` does under autocast."""
     device = x.device.type
-    if not torch.is_autocast_enabled(device) or x.dtype in (torch.float64, *welcome):
-        return x
-    return x.to(torch.get_autocast_dtype(device))
+    return as_autocast(device, x, *welcome) if torch.is_autocast_enabled(device) else x
 
 
 def _checked(
