@@ -41,7 +41,6 @@ from isograd.flash_attention.numba_scores import (
 from isograd.numerics.numba_memory import (
     advance,
     empty_work,
-    keep_alive,
     load,
     pointer,
     store,
@@ -240,7 +239,6 @@ def backward_heads(like, bias_like, call, numbers, table, start, stop):
                 call.dq, problem[BATCH], head, problem[Q_START], problem[Q_LENGTH], sizes.head_dim, x, k_line,
                 numbers[0],
             )  # fmt: skip
-    keep_alive(scratch)
 
 
 @kernel
@@ -264,7 +262,6 @@ def backward_keys(like, bias_like, call, numbers, table, start, stop):
         inner = step - table[n, K_TILES] * kv_heads
         j = inner % k_tiles * BLOCK_K
         _key_tile(call, bias_like, numbers, table, n, inner // k_tiles, j, tiles, dk, dv, dk, False, zero)
-    keep_alive(scratch)
 
 
 @kernel
@@ -317,7 +314,6 @@ def backward_queries(like, bias_like, call, numbers, table, start, stop):
             store_rows(
                 call.dq, batch, head, row, rows, sizes.head_dim, advance(dq, x * own), k_line, numbers[0]
             )  # fmt: skip
-    keep_alive(scratch)
 
 
 # --- bias and sinks --------------------------------------------------------------------------------------------------
@@ -372,7 +368,6 @@ def bias_gradient(like, bias_like, call, numbers, table, bias, start, stop):
             for c in range(min(bias.keys - j, BLOCK_K) if by_k else 1):
                 at = b * bias.strides[0] + h * bias.strides[1] + (i + r) * bias.strides[2] + (j + c) * bias.strides[3]
                 store(out, at, narrow(load(total, r * BLOCK_K + c), load(out, at)))
-    keep_alive(scratch)
 
 
 @device_function

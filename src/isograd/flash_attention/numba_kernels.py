@@ -29,7 +29,6 @@ from isograd.flash_attention.numba_scores import (
 from isograd.numerics.numba_memory import (
     advance,
     empty_work,
-    keep_alive,
     load,
     multiply_part,
     pointer,
@@ -186,7 +185,6 @@ def forward(like, bias_like, call, numbers, table, start, stop):
                 call, advance(acc, at), v_line, advance(m, at), advance(sums, at), batch, head, row, rows, zero
             )
             store_rows(call.o, batch, head, row, rows, e, advance(acc, at), v_line, one)
-    keep_alive(scratch)
 
 
 @device_function

@@ -19,7 +19,6 @@ from isograd.gather.numba_steps import (
 )
 from isograd.numerics.numba_memory import (
     LANES,
-    keep_alive,
     load,
     pointer,
     prefetch_read,
@@ -268,9 +267,6 @@ def scatter_lines(
                 s = widen(load(v, vo + j * v_stride)) + zero
                 _store_sum(s, d, x, xo, x_stride, out, oo, out_stride, adds, like)
     raise_flag(flag, outside)
-    keep_alive(sources)
-    keep_alive(keys)
-    keep_alive(destinations)
 
 
 @device_function
@@ -352,6 +348,3 @@ def scatter_dense_lines(
                     store(low, d, load(low, d) | special_code(p))
         _store_line(x, xo, x_stride, out, oo, out_stride, key, top, mid, low, n, ready, adds, zero, like)
     raise_flag(flag, outside)
-    keep_alive(sums)
-    keep_alive(block)
-    keep_alive(keys)

@@ -11,7 +11,6 @@ from isograd.numerics.numba_memory import (
     BLOCK,
     empty_stored,
     empty_work,
-    keep_alive,
     load,
     load_block,
     pointer,
@@ -284,9 +283,6 @@ def forward(
                 xo, yo, dxo = xo + n, yo + n, dxo + n
         if fused and tile != 0:
             _unpack(x_rows, dx_all, row_offset(first, shape, dx_strides), dx_stride, n, width)
-    keep_alive(scratch)
-    keep_alive(x_tile)
-    keep_alive(y_tile)
 
 
 @kernel
@@ -335,5 +331,3 @@ def backward(
                 xo, yo, dxo = xo + n, yo + n, dxo + n
         if tile != 0:
             _unpack(x_rows, dx_all, row_offset(first, shape, dx_strides), dx_stride, n, width)
-    keep_alive(x_tile)
-    keep_alive(y_tile)

@@ -13,7 +13,7 @@ import numpy as np
 
 from isograd.numerics import int16, numba_dot
 from isograd.numerics.numba_dot import AHEAD, add_products, tile_lanes, tile_rows, word_terms
-from isograd.numerics.numba_memory import keep_alive, load, pointer, store, stored_bytes
+from isograd.numerics.numba_memory import load, pointer, store, stored_bytes
 from isograd.numerics.numba_ops import pow2_64
 from isograd.numerics.numba_panels import CHUNK, ZERO, find_and_pack, line_exponents, round_lines
 from isograd.numerics.numba_storage import narrow
@@ -76,7 +76,6 @@ def product_blocks(
                 for column in range(min(lanes, n - first)):
                     exponent = row + _exponent_of_line(f, first + column)
                     store(c, i * c_step + first + column, narrow(_scaled(load(z, tile + column), exponent), like))
-    keep_alive(sums)
 
 
 @kernel
@@ -145,12 +144,6 @@ def small_products(
             like, engine, element, left.ctypes.data, right.ctypes.data, e.ctypes.data, f.ctypes.data,
             c_address + i * m * n * size, m, n, k, n, high, wide, 0, blocks,
         )  # fmt: skip
-    keep_alive(left_shift)
-    keep_alive(right_shift)
-    keep_alive(e)
-    keep_alive(f)
-    keep_alive(left)
-    keep_alive(right)
 
 
 # --- launches --------------------------------------------------------------------------------------------------------

@@ -63,16 +63,6 @@ def advance(typingctx: Any, base: Any, offset: Any) -> Any:
     return base(base, types.int64), generate
 
 
-@intrinsic
-def keep_alive(typingctx: Any, array: Any) -> Any:
-    """Use an array as late as here: Numba frees one after its last use, and knows nothing of pointers into it."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return context.get_dummy_value()
-
-    return types.void(array), generate
-
-
 def _stack(size: int) -> Any:
     # Arrays a multiple of 4096 bytes apart would compete for the same sets of the first-level cache.
     padded = size + 32

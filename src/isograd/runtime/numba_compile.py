@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import llvmlite.binding
+import llvmlite.ir
 import numba
 from llvmlite.binding import Linkage, ffi
 from numba import _dynfunc
@@ -28,11 +29,42 @@ from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.compiler_machinery import register_pass
+from numba.core.lowering import Lower
 from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
 from numba.core.typed_passes import NativeLowering
 
 from isograd.runtime import compilation, stacks
+
+
+# --- arrays and pointers into them -----------------------------------------------------------------------------------
+class _Lower(Lower):
+    """Lowering under which an array lives until its function returns, if its address is taken (`.ctypes`).
+
+    Numba frees an array after its last use, and knows nothing of pointers into it.
+    """
+
+    def pre_lower(self) -> None:
+        super().pre_lower()
+        expressions = [e for block in self.blocks.values() for e in block.find_exprs("getattr")]
+        self._held = {e.value.name for e in expressions if e.attr == "ctypes"}
+        self._singly_assigned_vars -= self._held  # each has a slot in memory, where the next value replaces the last
+
+    def delvar(self, name: str) -> None:
+        if name not in self._held:
+            super().delvar(name)
+
+    def post_lower(self) -> None:
+        for block in self.function.blocks:
+            if isinstance(block.terminator, llvmlite.ir.Ret):
+                self.builder.position_before(block.terminator)
+                for name in sorted(self._held):
+                    super().delvar(name)
+        super().post_lower()
+
+
+class _Lowering(NativeLowering):
+    lowering_class = _Lower
 
 
 # --- functions that only kernels call --------------------------------------------------------------------------------
@@ -50,7 +82,7 @@ class _LinkedLibrary(JITCodeLibrary):
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
-class _LinkedLowering(NativeLowering):
+class _LinkedLowering(_Lowering):
     """Lowering to a linked library, with an entry point that stands for the function and is never called."""
 
     _name = "isograd_linked_lowering"
@@ -99,7 +131,7 @@ class _KernelLibrary(JITCodeLibrary):
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
-class _KernelLowering(NativeLowering):
+class _KernelLowering(_Lowering):
     """Lowering to a library of a kernel."""
 
     _name = "isograd_kernel_lowering"

@@ -43,7 +43,7 @@ from isograd.flash_attention.order_free.numba_tiles import (
 from isograd.flash_attention.order_free.reference import HIGH
 from isograd.numerics import constants as c_
 from isograd.numerics.numba_dot import tile_lanes
-from isograd.numerics.numba_memory import advance, keep_alive, load, pointer, store
+from isograd.numerics.numba_memory import advance, load, pointer, store
 from isograd.numerics.numba_ops import as_float, as_int, magnitude_key, pow2_32
 from isograd.runtime.numba_compile import device_function, kernel, subroutine
 
@@ -245,8 +245,6 @@ def query_gradients(engine, element, call, table, start, stop):
         _finish(
             call.dq, total, line, d, poison, batch, head, problem[Q_START] + i, rows, call.factors.scale
         )  # fmt: skip
-    keep_alive(floats)
-    keep_alive(integers)
 
 
 @device_function
@@ -338,5 +336,3 @@ def key_gradients(engine, element, call, table, start, stop):
         at = problem[K_START] + j
         _finish(call.dk, dk, k_line, d, of_k, batch, kv_head, at, count, call.factors.scale)
         _finish(call.dv, dv, v_line, e, of_v, batch, kv_head, at, count, call.factors.kept)
-    keep_alive(floats)
-    keep_alive(integers)

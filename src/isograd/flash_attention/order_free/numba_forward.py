@@ -28,7 +28,7 @@ from isograd.flash_attention.order_free.reference import MARGIN, REACH
 from isograd.numerics import constants as c_
 from isograd.numerics.numba_dot import tile_lanes
 from isograd.numerics.numba_functions import tanh_value
-from isograd.numerics.numba_memory import advance, keep_alive, load, pointer, store
+from isograd.numerics.numba_memory import advance, load, pointer, store
 from isograd.numerics.numba_ops import as_int, fma, from_key, log_core_32, max_key, pow2_32, split_32, two_sum
 from isograd.numerics.numba_storage import widen
 from isograd.runtime.numba_compile import device_function, kernel, subroutine
@@ -291,5 +291,3 @@ def forward(engine, element, call, table, start, stop):
         lse = pointer(call.lse + 4 * row, _ZERO)
         _finish(call, total, line, top, sums, bad, lse, rows)
         store_rows(call.o, batch, head, problem[Q_START] + i, rows, e, total, line, _ONE)
-    keep_alive(floats)
-    keep_alive(integers)

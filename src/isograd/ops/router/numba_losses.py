@@ -5,7 +5,6 @@ import numpy as np
 
 from isograd.numerics.numba_memory import (
     empty_work,
-    keep_alive,
     load,
     load_block,
     pointer,
@@ -69,8 +68,6 @@ def column_terms(like, x_address, tokens, n, block, keys, hi, lo, special, start
                     p = widen(load(x, np.int64(t) * n + e))
                     if not is_finite(p):
                         special[b, e] |= 1 if p > 0 else (2 if p < 0 else 3)
-    keep_alive(scales)
-    keep_alive(limbs)
 
 
 @device_function
@@ -116,7 +113,6 @@ def square_logsumexp_rows(like, x_address, z_address, n, start, stop):
         load_block(x, np.int64(t) * n, 1, n, kept)
         lse = softmax_and_logsumexp(kept, n, zero)
         store(z, np.int64(t), narrow(lse * lse, zero))
-    keep_alive(array)
 
 
 @kernel
@@ -133,4 +129,3 @@ def z_loss_backward_rows(like, x_address, y_address, n, dloss, tokens, divisor, 
         for e in range(n):
             store(kept, np.int64(e), factor * load(kept, np.int64(e)))
         store_block(y, np.int64(t) * n, 1, n, kept)
-    keep_alive(array)

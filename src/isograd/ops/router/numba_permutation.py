@@ -6,7 +6,6 @@ import numpy as np
 from isograd.numerics.numba_memory import (
     LANES,
     empty_work,
-    keep_alive,
     load,
     pointer,
     raise_flag,
@@ -213,4 +212,3 @@ def combine_backward_rows(
             w = load(weights, entry)
             for i in range(width):
                 store(dx, row + i, narrow(w * load(g, i), load(dx, row + i)))
-    keep_alive(array)

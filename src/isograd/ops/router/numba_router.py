@@ -6,7 +6,6 @@ import numpy as np
 from isograd.elementwise.numba_kernels import sigmoid_gradient
 from isograd.numerics.numba_memory import (
     empty_work,
-    keep_alive,
     load,
     load_block,
     pointer,
@@ -51,8 +50,6 @@ def top_k_rows(
             index = load(where, j)
             store(indices, io + j * i_stride, index)
             store(values, vo + j * v_stride, load(x, xo + index * x_stride))
-    keep_alive(key_array)
-    keep_alive(where_array)
 
 
 # --- renormalize -----------------------------------------------------------------------------------------------------
@@ -86,7 +83,6 @@ def renormalize_rows(like, w_address, t_address, shape, w_strides, t_strides, n,
         load_block(w, row_offset(row, shape, w_strides), w_stride, n, kept)
         _renormalized(kept, n, zero)
         store_block(t, row_offset(row, shape, t_strides), t_stride, n, kept)
-    keep_alive(array)
 
 
 @kernel
@@ -104,7 +100,6 @@ def renormalize_backward_rows(
         load_block(w, row_offset(row, shape, w_strides), w_stride, n, kept)
         _renormalized_gradient(g, kept, p, n, zero)
         store_block(dw, row_offset(row, shape, dw_strides), dw_stride, n, g)
-    keep_alive(array)
 
 
 # --- the router ------------------------------------------------------------------------------------------------------
@@ -188,9 +183,6 @@ def router_rows(
             for j in range(k):
                 store(w, j, load(w, j) * scale)
         store_block(weights, wo, w_stride, k, w)
-    keep_alive(array)
-    keep_alive(key_array)
-    keep_alive(where_array)
 
 
 @device_function
@@ -266,5 +258,3 @@ def router_backward_rows(
             _sigmoid_gradient(s, n, g, p, owner, where, k, zero)
         store_block(out, oo, out_stride, n, s)
     raise_flag(flag, outside)
-    keep_alive(array)
-    keep_alive(index_array)

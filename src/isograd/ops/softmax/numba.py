@@ -12,7 +12,6 @@ from isograd.core.kernel import launcher
 from isograd.numerics.numba_memory import (
     BLOCK,
     empty_work,
-    keep_alive,
     load,
     load_block,
     multiply_part,
@@ -87,7 +86,6 @@ def softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n, x_s
             else:
                 for i in range(count):
                     store(y, offset + i * y_stride, narrow(quotient(load(block, i), r, r_low, largest, like), like))
-    keep_alive(scratch)
 
 
 @kernel
@@ -252,7 +250,6 @@ def log_softmax_backward_rows(
             else:
                 for i in range(count):
                     store(dx, offset + i * dx_stride, narrow(fma(-load(e, i), s, load(block, i)), like))
-    keep_alive(scratch)
 
 
 # --- launches --------------------------------------------------------------------------------------------------------
