@@ -14,9 +14,15 @@ from numba.extending import intrinsic, overload
 
 from isograd.numerics.constants import LANES as LANES
 from isograd.numerics.numba_storage import narrow, widen
+from isograd.numerics.numba_vectors import LANES as LANES_OF_VECTOR
+from isograd.numerics.numba_vectors import stream_line
 from isograd.runtime.numba_compile import INLINED, device_function
 
 BLOCK = 4096  # elements that are worked on at a time: 16 KiB, so that a block stays in the first-level cache
+STEP = 512  # results of a row that are written at a time
+AHEAD = 2048  # how many elements ahead of the work on them they are asked for
+LINE = 64  # bytes of memory that caches move at a time
+STREAMED = 1 << 24  # bytes of results from which on they are written past the caches
 _WORK = {
     types.int16: types.float32,
     types.uint16: types.float32,
@@ -85,6 +91,8 @@ def _stack(size: int) -> Any:
 stack_block = _stack(BLOCK)
 stack_lanes = _stack(LANES)
 stack_lines = _stack(2 * BLOCK)
+stack_step = _stack(STEP)
+stack_vector = _stack(LANES_OF_VECTOR)
 
 
 def work_zero(like: Any) -> Any:
@@ -235,6 +243,76 @@ def store_block(base, offset, stride, count, block):
     else:
         for i in range(count):
             store(base, offset + i * stride, narrow(load(block, i), like))
+
+
+@intrinsic
+def _fence(typingctx: Any) -> Any:
+    """Wait until what was written past the caches is seen by others."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic
+def _address(typingctx: Any, base: Any, index: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ptrtoint(builder.gep(arguments[0], [arguments[1]]), ir.IntType(64))
+
+    return types.int64(base, types.int64), generate
+
+
+@device_function
+def is_streamed(base, shape, n, stride):
+    """Whether results of rows of n elements are so many that they would only push other data out of the caches."""
+    count = n
+    for d in range(len(shape)):
+        count *= shape[d]
+    size = stored_bytes(load(base, 0))
+    return stride == 1 and count * size >= STREAMED and _address(base, np.int64(0)) % size == 0
+
+
+@device_function
+def end_stream(streamed):
+    """Wait for what was written past the caches."""
+    if streamed:
+        _fence()
+
+
+@device_function
+def stream(base, offset, count, block):
+    """Write `count` elements of a block of the storage type: whole lines past the caches."""
+    size = stored_bytes(load(block, 0))
+    each = LINE // size
+    head = min(count, (-_address(base, offset) & (LINE - 1)) // size)
+    for i in range(head):
+        store(base, offset + i, load(block, i))
+    last = head + (count - head) // each * each
+    for i in range(head, last, each):
+        stream_line(base, offset + i, block, i)
+    for i in range(last, count):
+        store(base, offset + i, load(block, i))
+
+
+@device_function
+def put(base, offset, stride, count, block, streamed):
+    """Write `count` elements of a block of the storage type."""
+    if streamed:
+        stream(base, offset, count, block)
+    else:
+        for i in range(count):
+            store(base, offset + i * stride, load(block, i))
+
+
+@device_function
+def narrow_and_put(base, offset, stride, count, block, results, streamed):
+    """Narrow `count` elements of a block, to `results` first."""
+    like = load(base, offset)
+    for i in range(count):
+        store(results, i, narrow(load(block, i), like))
+    put(base, offset, stride, count, results, streamed)
 
 
 @device_function

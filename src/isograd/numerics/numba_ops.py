@@ -8,6 +8,8 @@ from numba import types
 from numba.extending import intrinsic, overload
 
 from isograd.numerics import constants as c
+from isograd.numerics.numba_vectors import Vector, element, int32, int64, select
+from isograd.numerics.numba_vectors import fma as fma
 from isograd.runtime.numba_compile import INLINED, device_function
 
 _F32 = np.float32
@@ -22,12 +24,6 @@ _MAGIC_BITS_32 = int(_MAGIC_32.view(np.int32))
 _MAGIC_BITS_64 = int(_MAGIC_64.view(np.int64))
 
 
-@intrinsic
-def fma(typingctx: Any, a: Any, b: Any, d: Any) -> Any:
-    """A * b + d, rounded once."""
-    return a(a, a, a), lambda context, builder, signature, arguments: builder.fma(*arguments)
-
-
 # --- bits ------------------------------------------------------------------------------------------------------------
 _INTEGER_OF = {types.float32: types.int32, types.float64: types.int64}
 _FLOAT_OF = {types.int32: types.float32, types.int64: types.float64}
@@ -36,7 +32,8 @@ _FLOAT_OF = {types.int32: types.float32, types.int64: types.float64}
 @intrinsic
 def as_int(typingctx: Any, x: Any) -> Any:
     """The bits of a float as the signed integer of its width."""
-    target = _INTEGER_OF[x]
+    integer = _INTEGER_OF[element(x)]
+    target = x.of(integer) if isinstance(x, Vector) else integer
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], context.get_value_type(target))
@@ -47,7 +44,8 @@ def as_int(typingctx: Any, x: Any) -> Any:
 @intrinsic
 def as_float(typingctx: Any, b: Any) -> Any:
     """The float whose bits an int32 or int64 holds."""
-    target = _FLOAT_OF[b]
+    real = _FLOAT_OF[element(b)]
+    target = b.of(real) if isinstance(b, Vector) else real
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], context.get_value_type(target))
@@ -83,8 +81,34 @@ def is_finite(x: Any) -> Any:
 @overload(is_finite, jit_options=INLINED)
 def _is_finite(x):
     # Compared in the type of x: a conversion to binary64 would halve the speed of a loop.
+    if isinstance(x, Vector):
+        return lambda x: is_finite_key(magnitude_key(x))
     infinity = _INF_32 if x == types.float32 else _INF_64
     return lambda x: abs(x) < infinity
+
+
+def is_finite_key(key: Any) -> Any:
+    """Whether a magnitude key belongs to a finite number."""
+    raise NotImplementedError
+
+
+def is_number_key(key: Any) -> Any:
+    """Whether a magnitude key belongs to a number, an infinite one included."""
+    raise NotImplementedError
+
+
+@overload(is_number_key, jit_options=INLINED)
+def _is_number_key(key):
+    if element(key) == types.int32:
+        return lambda key: key <= np.int32(0x7F800000)
+    return lambda key: key <= np.int64(0x7FF0000000000000)
+
+
+@overload(is_finite_key, jit_options=INLINED)
+def _is_finite_key(key):
+    if element(key) == types.int32:
+        return lambda key: key < np.int32(0x7F800000)
+    return lambda key: key < np.int64(0x7FF0000000000000)
 
 
 # --- maximum over order-preserving keys; NaN above everything --------------------------------------------------------
@@ -95,19 +119,19 @@ def max_key(x: Any) -> Any:
 
 @overload(max_key, jit_options=INLINED)
 def _max_key(x):
-    if x == types.float32:
+    if element(x) == types.float32:
 
         def key_32(x):
             b = as_int(x)
-            k = np.int32(b ^ np.int32(np.int32(b >> 31) & 0x7FFFFFFF))
-            return k if x == x else np.int32(0x7FFFFFFF)
+            k = int32(b ^ int32((b >> 31) & 0x7FFFFFFF))
+            return select(x == x, k, np.int32(0x7FFFFFFF))
 
         return key_32
 
     def key_64(x):
         b = as_int(x)
         k = b ^ ((b >> 63) & 0x7FFFFFFFFFFFFFFF)
-        return k if x == x else np.int64(0x7FFFFFFFFFFFFFFF)
+        return select(x == x, k, np.int64(0x7FFFFFFFFFFFFFFF))
 
     return key_64
 
@@ -153,8 +177,8 @@ def magnitude_key(x: Any) -> Any:
 
 @overload(magnitude_key, jit_options=INLINED)
 def _magnitude_key(x):
-    if x == types.float32:
-        return lambda x: np.int32(as_int(x) & 0x7FFFFFFF)
+    if element(x) == types.float32:
+        return lambda x: int32(as_int(x) & 0x7FFFFFFF)
     return lambda x: as_int(x) & 0x7FFFFFFFFFFFFFFF
 
 
@@ -212,29 +236,29 @@ def exp(x: Any) -> Any:
 
 @overload(exp, jit_options=INLINED)
 def _exp(x):
-    if x == types.float32:
+    if element(x) == types.float32:
 
         def exp_32(x):
             # Comparisons this way round let a NaN through.
-            d = _FLOOR_32 if x < _FLOOR_32 else x
-            d = _CEIL_32 if d > _CEIL_32 else d
+            d = select(x < _FLOOR_32, _FLOOR_32, x)
+            d = select(d > _CEIL_32, _CEIL_32, d)
             s, t, z = exp_parts_32(d)
             # 2**k in two factors, the second one constant: the first never leaves the range, the last rounds once.
             small = d < _F32(0)
-            bias = np.int32((127 + 26) << 23) if small else np.int32((127 - 26) << 23)
-            first = as_float(np.int32(np.int32(as_int(z) << 23) + bias))
-            return (s + t) * first * (_DOWN_26 if small else _UP_26)
+            bias = select(small, np.int32((127 + 26) << 23), np.int32((127 - 26) << 23))
+            first = as_float(int32(int32(as_int(z) << 23) + bias))
+            return (s + t) * first * select(small, _DOWN_26, _UP_26)
 
         return exp_32
 
     def exp_64(x):
-        d = _FLOOR_64 if x < _FLOOR_64 else x
-        d = _CEIL_64 if d > _CEIL_64 else d
+        d = select(x < _FLOOR_64, _FLOOR_64, x)
+        d = select(d > _CEIL_64, _CEIL_64, d)
         s, t, z = exp_parts_64(d)
         small = d < _F64(0)
-        bias = np.int64((1023 + 55) << 52) if small else np.int64((1023 - 55) << 52)
-        first = as_float(np.int64((as_int(z) << 52) + bias))
-        return (s + t) * first * (_DOWN_55 if small else _UP_55)
+        bias = select(small, np.int64((1023 + 55) << 52), np.int64((1023 - 55) << 52))
+        first = as_float(int64((as_int(z) << 52) + bias))
+        return (s + t) * first * select(small, _DOWN_55, _UP_55)
 
     return exp_64
 
@@ -275,14 +299,14 @@ def exp_shifted(x: Any, base: Any, floor: Any, bias: Any) -> Any:
 
 @overload(exp_shifted, jit_options=INLINED)
 def _exp_shifted(x, base, floor, bias):
-    if x == types.float32:
+    if element(x) == types.float32:
 
         def shifted_32(x, base, floor, bias):
             d = x - base
-            d = d if d > floor else floor
+            d = select(d > floor, d, floor)
             s, t, z = exp_parts_32(d)
             # Shifted left, the bits of z keep k in the exponent field and nothing else.
-            scale = as_float(np.int32(np.int32(as_int(z) << 23) + bias))
+            scale = as_float(int32(int32(as_int(z) << 23) + bias))
             e = s + t
             return e * scale, ((s - e) + t) * scale
 
@@ -290,9 +314,9 @@ def _exp_shifted(x, base, floor, bias):
 
     def shifted_64(x, base, floor, bias):
         d = x - base
-        d = d if d > floor else floor
+        d = select(d > floor, d, floor)
         s, t, z = exp_parts_64(d)
-        scale = as_float(np.int64((as_int(z) << 52) + bias))
+        scale = as_float(int64((as_int(z) << 52) + bias))
         e = s + t
         return e * scale, ((s - e) + t) * scale
 
@@ -305,25 +329,25 @@ def _exp2_short(t, bias):
     z = t + _MAGIC_32
     f = t - (z - _MAGIC_32)
     p = fma(fma(fma(fma(_S3, f, _S2), f, _S1), f, _S0), f, _ONE_32)
-    return as_float(np.int32(as_int(p) + np.int32(as_int(z) << 23) + bias))
+    return as_float(int32(as_int(p) + int32(as_int(z) << 23) + bias))
 
 
 @device_function
 def exp_short(d):
     """2**30 * exp(d) for d <= 0, for 16-bit softmax results: relative error under 2**-15."""
     t = d * _LOG2E_32
-    return _exp2_short(t if t > _SHORT_MIN else _SHORT_MIN, _SHORT_BIAS)
+    return _exp2_short(select(t > _SHORT_MIN, t, _SHORT_MIN), _SHORT_BIAS)
 
 
 @device_function
 def exp_short_any(x):
     """exp(x) for any x, for 16-bit results: zero instead of subnormal numbers; a NaN stays one."""
     t = x * _LOG2E_32
-    u = _SHORT_LOW if t < _SHORT_LOW else t
+    u = select(t < _SHORT_LOW, _SHORT_LOW, t)
     # 2**128, the upper end, has the bits of infinity.
-    e = _exp2_short(_SHORT_HIGH if u > _SHORT_HIGH else u, 0)
-    e = _F32(0) if t < _SHORT_LOW else e
-    return e if x == x else x
+    e = _exp2_short(select(u > _SHORT_HIGH, _SHORT_HIGH, u), 0)
+    e = select(t < _SHORT_LOW, _F32(0), e)
+    return select(x == x, e, x)
 
 
 # --- the logarithm (rule 6) ------------------------------------------------------------------------------------------

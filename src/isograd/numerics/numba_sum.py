@@ -10,24 +10,13 @@ from numba.extending import overload
 from isograd.numerics import constants as c
 from isograd.numerics.numba_memory import load
 from isograd.numerics.numba_ops import is_finite, magnitude_key, pow2_32, pow2_64
+from isograd.numerics.numba_ops import is_finite_key as is_finite_key
 from isograd.numerics.numba_wide import split_term, term_bias
 from isograd.runtime.numba_compile import INLINED, device_function
 
 PARTIAL = 256  # terms whose int32 parts (within 2**22) are summed in int32; narrow sums are what vectorises well
 _NAN_32, _NAN_64 = np.float32(np.nan), np.float64(np.nan)
 _INF_32, _INF_64 = np.float32(np.inf), np.float64(np.inf)
-
-
-def is_finite_key(key: Any) -> Any:
-    """Whether a magnitude key belongs to a finite number."""
-    raise NotImplementedError
-
-
-@overload(is_finite_key, jit_options=INLINED)
-def _is_finite_key(key):
-    if key == types.int32:
-        return lambda key: key < np.int32(0x7F800000)
-    return lambda key: key < np.int64(0x7FF0000000000000)
 
 
 def sum_scale(key: Any) -> Any:
@@ -102,12 +91,18 @@ def block_terms(p, count, a, b):
 
 
 @device_function
+def note_special(x, state):
+    """Note a term that is not finite: bit 0 a positive infinity, bit 1 a negative one, both bits also for a NaN."""
+    if not is_finite(x):
+        state |= 1 if x > 0 else (2 if x < 0 else 3)
+    return state
+
+
+@device_function
 def block_special(p, count, state):
-    """Note non-finite terms: bit 0 a positive infinity, bit 1 a negative one, both bits also for a NaN."""
+    """Note the terms of a block that are not finite."""
     for i in range(count):
-        x = load(p, i)
-        if not is_finite(x):
-            state |= 1 if x > 0 else (2 if x < 0 else 3)
+        state = note_special(load(p, i), state)
     return state
 
 

@@ -9,6 +9,7 @@ from numba.extending import overload
 
 from isograd.numerics import constants as c
 from isograd.numerics.numba_ops import as_int, fma, pow2_32, pow2_64
+from isograd.numerics.numba_vectors import element, int32
 from isograd.runtime.numba_compile import INLINED, device_function
 
 _F32 = np.float32
@@ -52,7 +53,7 @@ def split_term(p: Any, scale: Any) -> Any:
 
 @overload(split_term, jit_options=INLINED)
 def _split_term(p, scale):
-    if p == types.float32:
+    if element(p) == types.float32:
 
         def term_32(p, scale):
             t = fma(p, scale, _MAGIC_32)
@@ -76,13 +77,13 @@ def split_pair(p: Any, error: Any, scale: Any, error_scale: Any) -> Any:
 
 @overload(split_pair, jit_options=INLINED)
 def _split_pair(p, error, scale, error_scale):
-    if p == types.float32:
+    if element(p) == types.float32:
 
         def pair_32(p, error, scale, error_scale):
             t = fma(p, scale, _MAGIC_32)
             r = fma(p, scale, -(t - _MAGIC_32))
             u = fma(r, _F32(1 << c.LIMB_SHIFT_32), _MAGIC_32)
-            return as_int(t), np.int32(as_int(u) + as_int(fma(error, error_scale, _MAGIC_32)))
+            return as_int(t), int32(as_int(u) + as_int(fma(error, error_scale, _MAGIC_32)))
 
         return pair_32
 

@@ -25,6 +25,7 @@ from isograd.numerics.numba_ops import (
     two_sum,
 )
 from isograd.numerics.numba_sum import signed_rest
+from isograd.numerics.numba_vectors import select
 from isograd.numerics.numba_wide import (
     add_limbs,
     limb_shift,
@@ -191,7 +192,7 @@ def mark(e: Any, x: Any, m: Any, like: Any) -> Any:
 def _mark(e, x, m, like):
     if like in _SHORT:
         return lambda e, x, m, like: e
-    return lambda e, x, m, like: -e if x == m else e
+    return lambda e, x, m, like: select(x == m, -e, e)
 
 
 def largest_quotient(r: Any, r_low: Any, m: Any, base: Any, floor: Any, bias: Any, like: Any) -> Any:
@@ -221,8 +222,8 @@ def _quotient(e, r, r_low, largest, like):
     if like in _SHORT:
         return lambda e, r, r_low, largest, like: e * r
     if like == types.float32:
-        return lambda e, r, r_low, largest, like: largest if e < 0 else fma(e, r, e * r_low)
-    return lambda e, r, r_low, largest, like: (largest if e < 0 else fma(e, r, e * r_low)) * _DOWN_64
+        return lambda e, r, r_low, largest, like: select(e < 0, largest, fma(e, r, e * r_low))
+    return lambda e, r, r_low, largest, like: select(e < 0, largest, fma(e, r, e * r_low)) * _DOWN_64
 
 
 def log_probability(x: Any, m: Any, top: Any, middle: Any, low: Any, like: Any) -> Any:
@@ -238,7 +239,7 @@ def _log_probability(x, m, top, middle, low, like):
     def full(x, m, top, middle, low, like):
         u, v = two_sum(x, -top)
         # u is infinite where x is -inf or the difference overflows; v is no number there.
-        return u + ((v - middle) - low) if is_finite(u) else u
+        return select(is_finite(u), u + ((v - middle) - low), u)
 
     return full
 

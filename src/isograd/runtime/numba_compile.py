@@ -21,6 +21,7 @@ import llvmlite.binding
 import llvmlite.ir
 import numba
 from llvmlite.binding import Linkage, ffi
+from llvmlite.ir.values import FunctionAttributes
 from numba import _dynfunc
 from numba.core import sigutils
 from numba.core.caching import FunctionCache
@@ -38,6 +39,16 @@ from isograd.runtime import compilation, stacks
 
 
 # --- arrays and pointers into them -----------------------------------------------------------------------------------
+class _Attributes(FunctionAttributes):
+    """Attributes of functions for which LLVM uses the widest vectors: on many processors it would take half of them."""
+
+    _known = FunctionAttributes._known | {'"prefer-vector-width"="512"'}
+
+    def __init__(self, given: FunctionAttributes) -> None:
+        super().__init__(given | self._known.difference(FunctionAttributes._known))
+        self.alignstack, self.personality = given.alignstack, given.personality
+
+
 class _Lower(Lower):
     """Lowering under which an array lives until its function returns, if its address is taken (`.ctypes`).
 
@@ -46,6 +57,7 @@ class _Lower(Lower):
 
     def pre_lower(self) -> None:
         super().pre_lower()
+        self.function.attributes = _Attributes(self.function.attributes)
         expressions = [e for block in self.blocks.values() for e in block.find_exprs("getattr")]
         self._held = {e.value.name for e in expressions if e.attr == "ctypes"}
         self._singly_assigned_vars -= self._held  # each has a slot in memory, where the next value replaces the last

@@ -10,34 +10,36 @@ import numpy as np
 
 from isograd.core.kernel import launcher
 from isograd.numerics.numba_memory import (
+    AHEAD,
     BLOCK,
+    STEP,
+    advance,
+    empty_stored,
     empty_work,
-    load,
-    load_block,
-    multiply_part,
+    end_stream,
+    is_streamed,
     pointer,
-    prefetch_read,
-    prefetch_write,
+    put,
     row_offset,
     stack_block,
-    store,
-    store_block,
+    stack_step,
+    stack_vector,
+    stored_bytes,
     work_nan,
     work_zero,
 )
-from isograd.numerics.numba_ops import fma, is_finite, magnitude_key
-from isograd.numerics.numba_storage import narrow, widen
-from isograd.numerics.numba_sum import (
-    PARTIAL,
-    block_magnitude,
-    block_special,
-    block_terms,
-    is_finite_key,
-    part_terms,
-    special_value,
-    sum_scale,
+from isograd.numerics.numba_ops import fma, is_finite, is_finite_key, magnitude_key
+from isograd.numerics.numba_storage import narrow, narrow_number, widen
+from isograd.numerics.numba_vectors import LANES as LANES_OF_VECTOR
+from isograd.numerics.numba_vectors import (
+    lanes_maximum,
+    load_kept,
+    load_vector,
+    prefetch_vector,
+    spread,
+    store_vector,
+    vector_lanes,
 )
-from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
 from isograd.ops.softmax import numba_lanes as lanes
 from isograd.rows.numba_exponentials import (
     largest_quotient,
@@ -48,87 +50,82 @@ from isograd.rows.numba_exponentials import (
     reciprocal,
     row_shift,
 )
-from isograd.rows.numba_rows import exponential_sum, fill_row, row_maximum
+from isograd.rows.numba_rows import fill
+from isograd.rows.numba_vector_rows import (
+    contiguous,
+    exponential_sum,
+    largest,
+    last_vector,
+    products_magnitude,
+    products_sum,
+    row_maximum,
+    row_sum,
+    whole_vectors,
+)
 from isograd.rows.walk import for_rows_or_lanes
-from isograd.runtime.numba_compile import device_function, kernel
+from isograd.runtime.numba_compile import kernel
+
+_SMALL = np.float32(2.0**100)  # a sum of this size takes no finite number out of the range
 
 
 @kernel
 def softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n, x_stride, y_stride, start, stop):
     """Rows of softmax; y may be x."""
     x, y = pointer(x_address, like), pointer(y_address, like)
-    zero = work_zero(like)
-    block = stack_block(zero)
-    # A row that is longer than a block keeps its exponentials here, in the second-level cache.
-    scratch = empty_work(n if n > BLOCK else 0, like)
-    kept = pointer(scratch.ctypes.data, zero)
+    results, tail, zero = stack_step(like), stack_vector(like), work_zero(like)
+    # A row that is longer than a block keeps its exponentials in the second-level cache.
+    block, scratch = stack_block(zero), empty_work(n + LANES_OF_VECTOR if n > BLOCK else 0, like)
+    kept = block if n <= BLOCK else pointer(scratch.ctypes.data, zero)
+    copy = empty_stored(0 if x_stride == 1 else n, like)
+    streamed = is_streamed(y, shape, n, y_stride)
     for row in range(start, stop):
-        xo, yo = row_offset(row, shape, x_strides), row_offset(row, shape, y_strides)
-        x_ahead = row_offset(min(row + 1, stop - 1), shape, x_strides)
-        m = row_maximum(x, xo, x_stride, n, block, like)
+        yo = row_offset(row, shape, y_strides)
+        given = contiguous(x, row_offset(row, shape, x_strides), x_stride, n, pointer(copy.ctypes.data, like))
+        m = row_maximum(given, n, tail, like)
         if not is_finite(m):
-            fill_row(y, yo, y_stride, n, block, work_nan(like))
+            fill(y, yo, y_stride, n, work_nan(like), like)
             continue
         base, floor, bias = row_shift(m, like)
-        hi, lo = exponential_sum(
-            x, xo, x_ahead, x_stride, y, yo, y_stride, n, block, kept, True, m, base, floor, bias, like
-        )  # fmt: skip
+        hi, lo = exponential_sum(given, n, kept, True, m, base, floor, bias, like, tail)
         r, r_low = reciprocal(hi, lo, n, like)
-        largest = largest_quotient(r, r_low, m, base, floor, bias, like)
-        for j in range(0, n, BLOCK):
-            count = min(n - j, BLOCK)
-            if n > BLOCK:
-                load_block(kept, j, 1, count, block)
-            offset = yo + j * y_stride
-            if y_stride == 1:
-                for i in range(count):
-                    store(y, offset + i, narrow(quotient(load(block, i), r, r_low, largest, like), like))
-            else:
-                for i in range(count):
-                    store(y, offset + i * y_stride, narrow(quotient(load(block, i), r, r_low, largest, like), like))
+        top = largest_quotient(r, r_low, m, base, floor, bias, like)
+        for j in range(0, n, STEP):
+            count = min(n - j, STEP)
+            for i in range(0, count, vector_lanes(y)):
+                v = quotient(load_kept(kept, j + i, like), r, r_low, top, like)
+                store_vector(results, i, narrow_number(v, like))
+            put(y, yo + j * y_stride, y_stride, count, results, streamed)
+    end_stream(streamed)
 
 
 @kernel
 def log_softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n, x_stride, y_stride, start, stop):
     """Rows of log_softmax; y may be x."""
     x, y = pointer(x_address, like), pointer(y_address, like)
-    block = stack_block(work_zero(like))
+    results, tail, zero = stack_step(like), stack_vector(like), work_zero(like)
+    copy = empty_stored(0 if x_stride == 1 else n, like)
+    streamed = is_streamed(y, shape, n, y_stride)
     for row in range(start, stop):
-        xo, yo = row_offset(row, shape, x_strides), row_offset(row, shape, y_strides)
-        x_ahead = row_offset(min(row + 1, stop - 1), shape, x_strides)
-        m = row_maximum(x, xo, x_stride, n, block, like)
+        yo = row_offset(row, shape, y_strides)
+        given = contiguous(x, row_offset(row, shape, x_strides), x_stride, n, pointer(copy.ctypes.data, like))
+        m = row_maximum(given, n, tail, like)
         if not is_finite(m):
-            fill_row(y, yo, y_stride, n, block, work_nan(like))
+            fill(y, yo, y_stride, n, work_nan(like), like)
             continue
         base, floor, bias = row_shift(m, like)
-        hi, lo = exponential_sum(
-            x, xo, x_ahead, x_stride, y, yo, y_stride, n, block, y, False, m, base, floor, bias, like
-        )  # fmt: skip
+        hi, lo = exponential_sum(given, n, results, False, m, base, floor, bias, like, tail)
         top, middle, rest = log_sum(hi, lo, n, m, base, floor, bias, like)
-        for j in range(0, n, BLOCK):
-            count = min(n - j, BLOCK)
-            # Through the block, so that the loop over memory is the same when y is x.
-            load_block(x, xo + j * x_stride, x_stride, count, block)
-            offset = yo + j * y_stride
-            if y_stride == 1:
-                for i in range(count):
-                    v = log_probability(load(block, i), m, top, middle, rest, like)
-                    store(y, offset + i, narrow(v, like))
-            else:
-                for i in range(count):
-                    v = log_probability(load(block, i), m, top, middle, rest, like)
-                    store(y, offset + i * y_stride, narrow(v, like))
-
-
-@device_function
-def _softmax_gradient(dy, dy_offset, dy_stride, y, y_offset, y_stride, start, stop, s, block):
-    if dy_stride == 1 and y_stride == 1:
-        for i in range(start, stop):
-            store(block, i, widen(load(y, y_offset + i)) * (widen(load(dy, dy_offset + i)) - s))
-    else:
-        for i in range(start, stop):
-            v = widen(load(y, y_offset + i * y_stride))
-            store(block, i, v * (widen(load(dy, dy_offset + i * dy_stride)) - s))
+        for j in range(0, n, STEP):
+            count = min(n - j, STEP)
+            whole = whole_vectors(given, count)
+            for i in range(0, whole, vector_lanes(y)):
+                v = log_probability(widen(load_vector(given, j + i)), m, top, middle, rest, like)
+                store_vector(results, i, narrow_number(v, like))
+            if whole < count:
+                v = widen(last_vector(given, j + whole, n, narrow(zero, like), tail))
+                store_vector(results, whole, narrow_number(log_probability(v, m, top, middle, rest, like), like))
+            put(y, yo + j * y_stride, y_stride, count, results, streamed)
+    end_stream(streamed)
 
 
 @kernel
@@ -138,61 +135,33 @@ def softmax_backward_rows(
 ):  # fmt: skip
     """Rows of softmax's gradient; dx may be dy or y."""
     dy, y, dx = pointer(dy_address, like), pointer(y_address, like), pointer(dx_address, like)
-    zero = work_zero(like)
-    block = stack_block(zero)
+    results, tail, zero = stack_step(like), stack_vector(like), narrow(work_zero(like), like)
+    # Products are kept where they fit the first-level cache beside the rows.
+    kept, keep = stack_block(work_zero(like)), n * (4 + 2 * stored_bytes(like)) <= 2 * BLOCK * 4
+    copy = empty_stored((0 if dy_stride == 1 else n) + (0 if y_stride == 1 else n), like)
+    dy_copy = pointer(copy.ctypes.data, like)
+    y_copy = dy_copy if dy_stride == 1 else advance(dy_copy, n)
+    streamed = is_streamed(dx, shape, n, dx_stride)
     for row in range(start, stop):
-        after = min(row + 1, stop - 1)
-        dyo, dy_ahead = row_offset(row, shape, dy_strides), row_offset(after, shape, dy_strides)
-        yo, y_ahead = row_offset(row, shape, y_strides), row_offset(after, shape, y_strides)
         dxo = row_offset(row, shape, dx_strides)
-        # Each pass has little arithmetic, so each asks for one of the three streams only.
-        key = magnitude_key(zero)
-        for j in range(0, n, BLOCK):
-            count = min(n - j, BLOCK)
-            dyj, yj = dyo + j * dy_stride, yo + j * y_stride
-            for i in range(0, count, PARTIAL):
-                end = min(i + PARTIAL, count)
-                prefetch_write(dx, dxo + (j + i) * dx_stride, dx_stride, end - i)
-                multiply_part(dy, dyj, dy_stride, y, yj, y_stride, i, end, block)
-            key = block_magnitude(block, count, key)
-        finite = is_finite_key(key)
-        first, second, exponent = sum_scale(key)
-        hi, lo, special = np.int64(0), np.uint64(0), np.int64(0)
-        for j in range(0, n, BLOCK):
-            count = min(n - j, BLOCK)
-            if n > BLOCK:
-                multiply_part(dy, dyo + j * dy_stride, dy_stride, y, yo + j * y_stride, y_stride, 0, count, block)
-            if not finite:
-                special = block_special(block, count, special)
-                continue
-            for i in range(0, count, PARTIAL):
-                end = min(i + PARTIAL, count)
-                prefetch_read(dy, dy_ahead + (j + i) * dy_stride, dy_stride, end - i)
-                high, low = part_terms(block, i, end, first, second)
-                hi, lo = add_limbs(hi, lo, high, low, limb_shift(like))
-        s = wide_to_float(hi, lo, exponent, zero) if finite else special_value(special, zero)
-        for j in range(0, n, BLOCK):
-            count = min(n - j, BLOCK)
-            dyj, yj = dyo + j * dy_stride, yo + j * y_stride
-            # Through the block, so that the loop over memory is the same when dx is dy or y.
-            for i in range(0, count, PARTIAL):
-                end = min(i + PARTIAL, count)
-                prefetch_read(y, y_ahead + (j + i) * y_stride, y_stride, end - i)
-                _softmax_gradient(dy, dyj, dy_stride, y, yj, y_stride, i, end, s, block)
-            store_block(dx, dxo + j * dx_stride, dx_stride, count, block)
-
-
-@device_function
-def _load_and_exponentiate(dy, dy_offset, dy_stride, y, y_offset, y_stride, start, stop, block, e, like):
-    """Dy and exp(y), read side by side: the arithmetic of one hides the wait for the other."""
-    if dy_stride == 1 and y_stride == 1:
-        for i in range(start, stop):
-            store(block, i, widen(load(dy, dy_offset + i)))
-            store(e, i, probability(widen(load(y, y_offset + i)), like))
-    else:
-        for i in range(start, stop):
-            store(block, i, widen(load(dy, dy_offset + i * dy_stride)))
-            store(e, i, probability(widen(load(y, y_offset + i * y_stride)), like))
+        g = contiguous(dy, row_offset(row, shape, dy_strides), dy_stride, n, dy_copy)
+        p = contiguous(y, row_offset(row, shape, y_strides), y_stride, n, y_copy)
+        key = products_magnitude(g, p, n, kept, keep, zero, tail)
+        s = products_sum(g, p, n, kept, keep, key, zero, tail)
+        # Finite products have finite factors, and a difference does not overflow.
+        numbers = is_finite_key(key) and abs(s) < _SMALL
+        for j in range(0, n, STEP):
+            count = min(n - j, STEP)
+            whole = whole_vectors(g, count)
+            for i in range(0, whole, vector_lanes(dx)):
+                v = widen(load_vector(p, j + i)) * (widen(load_vector(g, j + i)) - s)
+                store_vector(results, i, narrow_number(v, like) if numbers else narrow(v, like))
+            if whole < count:
+                v = widen(last_vector(g, j + whole, n, zero, tail)) - s
+                v = widen(last_vector(p, j + whole, n, zero, tail)) * v
+                store_vector(results, whole, narrow(v, like))
+            put(dx, dxo + j * dx_stride, dx_stride, count, results, streamed)
+    end_stream(streamed)
 
 
 @kernel
@@ -202,54 +171,40 @@ def log_softmax_backward_rows(
 ):  # fmt: skip
     """Rows of log_softmax's gradient; dx may be dy or y."""
     dy, y, dx = pointer(dy_address, like), pointer(y_address, like), pointer(dx_address, like)
-    zero = work_zero(like)
-    block, e = stack_block(zero), stack_block(zero)
-    # A row that is longer than a block keeps its exponentials here, in the second-level cache.
-    scratch = empty_work(n if n > BLOCK else 0, like)
-    kept = pointer(scratch.ctypes.data, zero)
+    results, tail, zero = stack_step(like), stack_vector(like), narrow(work_zero(like), like)
+    # A row that is longer than a block keeps its exponentials in the second-level cache.
+    block, scratch = stack_block(work_zero(like)), empty_work(n + LANES_OF_VECTOR if n > BLOCK else 0, like)
+    kept = block if n <= BLOCK else pointer(scratch.ctypes.data, work_zero(like))
+    copy = empty_stored((0 if dy_stride == 1 else n) + (0 if y_stride == 1 else n), like)
+    dy_copy = pointer(copy.ctypes.data, like)
+    y_copy = dy_copy if dy_stride == 1 else advance(dy_copy, n)
+    streamed = is_streamed(dx, shape, n, dx_stride)
     for row in range(start, stop):
-        after = min(row + 1, stop - 1)
-        dyo, dy_ahead = row_offset(row, shape, dy_strides), row_offset(after, shape, dy_strides)
-        yo, y_ahead = row_offset(row, shape, y_strides), row_offset(after, shape, y_strides)
         dxo = row_offset(row, shape, dx_strides)
-        key = magnitude_key(zero)
-        for j in range(0, n, BLOCK):
-            count = min(n - j, BLOCK)
-            dy_block, y_block = dyo + j * dy_stride, yo + j * y_stride
-            for i in range(0, count, PARTIAL):
-                end = min(i + PARTIAL, count)
-                prefetch_read(dy, dy_ahead + (j + i) * dy_stride, dy_stride, end - i)
-                prefetch_read(y, y_ahead + (j + i) * y_stride, y_stride, end - i)
-                prefetch_write(dx, dxo + (j + i) * dx_stride, dx_stride, end - i)
-                _load_and_exponentiate(dy, dy_block, dy_stride, y, y_block, y_stride, i, end, block, e, like)
-            key = block_magnitude(block, count, key)
-            if n > BLOCK:
-                store_block(kept, j, 1, count, e)
-        finite = is_finite_key(key)
-        first, second, exponent = sum_scale(key)
-        hi, lo, special = np.int64(0), np.uint64(0), np.int64(0)
-        for j in range(0, n, BLOCK):
-            count = min(n - j, BLOCK)
-            if n > BLOCK:
-                load_block(dy, dyo + j * dy_stride, dy_stride, count, block)
-            if finite:
-                high, low = block_terms(block, count, first, second)
-                hi, lo = add_limbs(hi, lo, high, low, limb_shift(like))
-            else:
-                special = block_special(block, count, special)
-        s = wide_to_float(hi, lo, exponent, zero) if finite else special_value(special, zero)
-        for j in range(0, n, BLOCK):
-            count = min(n - j, BLOCK)
-            if n > BLOCK:
-                load_block(dy, dyo + j * dy_stride, dy_stride, count, block)
-                load_block(kept, j, 1, count, e)
-            offset = dxo + j * dx_stride
-            if dx_stride == 1:
-                for i in range(count):
-                    store(dx, offset + i, narrow(fma(-load(e, i), s, load(block, i)), like))
-            else:
-                for i in range(count):
-                    store(dx, offset + i * dx_stride, narrow(fma(-load(e, i), s, load(block, i)), like))
+        g = contiguous(dy, row_offset(row, shape, dy_strides), dy_stride, n, dy_copy)
+        p = contiguous(y, row_offset(row, shape, y_strides), y_stride, n, y_copy)
+        whole = whole_vectors(g, n)
+        keys = magnitude_key(spread(work_zero(like), g))
+        for i in range(0, whole, vector_lanes(dx)):
+            prefetch_vector(g, i + AHEAD)
+            prefetch_vector(p, i + AHEAD)
+            keys = largest(keys, magnitude_key(widen(load_vector(g, i))))
+            store_vector(kept, i, probability(widen(load_vector(p, i)), like))
+        if whole < n:
+            keys = largest(keys, magnitude_key(widen(last_vector(g, whole, n, zero, tail))))
+            store_vector(kept, whole, probability(widen(last_vector(p, whole, n, zero, tail)), like))
+        s = row_sum(g, n, lanes_maximum(keys), zero, tail)
+        for j in range(0, n, STEP):
+            count = min(n - j, STEP)
+            whole = whole_vectors(g, count)
+            for i in range(0, whole, vector_lanes(dx)):
+                v = fma(-load_kept(kept, j + i, like), s, widen(load_vector(g, j + i)))
+                store_vector(results, i, narrow(v, like))
+            if whole < count:
+                v = fma(-load_kept(kept, j + whole, like), s, widen(last_vector(g, j + whole, n, zero, tail)))
+                store_vector(results, whole, narrow(v, like))
+            put(dx, dxo + j * dx_stride, dx_stride, count, results, streamed)
+    end_stream(streamed)
 
 
 # --- launches --------------------------------------------------------------------------------------------------------

@@ -8,18 +8,21 @@ arithmetic is that of `numba.py`.
 import numpy as np
 
 from isograd.numerics.numba_memory import (
+    end_stream,
+    is_streamed,
     load,
     load_block,
     multiply_part,
+    narrow_and_put,
     pointer,
+    put,
     stack_lanes,
     store,
-    store_block,
     work_nan,
     work_zero,
 )
 from isograd.numerics.numba_ops import fma, is_finite, lowest_key, magnitude_key
-from isograd.numerics.numba_storage import widen
+from isograd.numerics.numba_storage import narrow, widen
 from isograd.numerics.numba_sum import PARTIAL, is_finite_key, special_value, sum_scale
 from isograd.numerics.numba_wide import split_term, term_bias, wide_to_float
 from isograd.rows.numba_exponentials import (
@@ -48,6 +51,8 @@ def softmax_lanes(like, x_address, y_address, shape, x_strides, y_strides, lanes
     x, y = pointer(x_address, like), pointer(y_address, like)
     zero, integer = work_zero(like), lowest_key(like)
     block, m, largest = stack_lanes(zero), stack_lanes(zero), stack_lanes(zero)
+    # Wide types keep their exponentials in y, which is in a cache then.
+    results, streamed = stack_lanes(like), is_short(like) and is_streamed(y, shape, n * lanes, 1)
     r, r_low = stack_lanes(zero), stack_lanes(zero)
     base, floor, bias = stack_lanes(zero), stack_lanes(zero), stack_lanes(integer)
     key, high, low = stack_lanes(integer), stack_lanes(integer), stack_lanes(integer)
@@ -78,7 +83,8 @@ def softmax_lanes(like, x_address, y_address, shape, x_strides, y_strides, lanes
                 load_block(y, yo + j * y_stride, 1, count, block)
             for i in range(count):
                 store(block, i, quotient(load(block, i), load(r, i), load(r_low, i), load(largest, i), like))
-            store_block(y, yo + j * y_stride, 1, count, block)
+            narrow_and_put(y, yo + j * y_stride, 1, count, block, results, streamed)
+    end_stream(streamed)
 
 
 @kernel
@@ -88,6 +94,7 @@ def log_softmax_lanes(
     x, y = pointer(x_address, like), pointer(y_address, like)
     zero, integer = work_zero(like), lowest_key(like)
     block, m = stack_lanes(zero), stack_lanes(zero)
+    results, streamed = stack_lanes(like), is_streamed(y, shape, n * lanes, 1)
     top, middle, rest = stack_lanes(zero), stack_lanes(zero), stack_lanes(zero)
     base, floor, bias = stack_lanes(zero), stack_lanes(zero), stack_lanes(integer)
     key, high, low = stack_lanes(integer), stack_lanes(integer), stack_lanes(integer)
@@ -109,7 +116,8 @@ def log_softmax_lanes(
                     i,
                     log_probability(load(block, i), load(m, i), load(top, i), load(middle, i), load(rest, i), like),
                 )
-            store_block(y, yo + j * y_stride, 1, count, block)
+            narrow_and_put(y, yo + j * y_stride, 1, count, block, results, streamed)
+    end_stream(streamed)
 
 
 @device_function
@@ -170,7 +178,8 @@ def softmax_backward_lanes(
     dy, y, dx = pointer(dy_address, like), pointer(y_address, like), pointer(dx_address, like)
     zero, integer = work_zero(like), magnitude_key(work_zero(like))
     one = term_bias(zero)
-    p, s = stack_lanes(zero), stack_lanes(zero)
+    results, p, s = stack_lanes(like), stack_lanes(zero), stack_lanes(zero)
+    streamed = is_streamed(dx, shape, n * lanes, 1)
     first, second = stack_lanes(zero), stack_lanes(zero)
     key, high, low = stack_lanes(integer), stack_lanes(integer), stack_lanes(integer)
     exponent, special = stack_lanes(np.int64(0)), stack_lanes(np.int64(0))
@@ -183,14 +192,21 @@ def softmax_backward_lanes(
             store(key, i, integer)
             store(special, i, np.int64(0))
         for j in range(n):
-            multiply_part(dy, dyo + j * dy_stride, 1, y, yo + j * y_stride, 1, 0, count, p)
-            _lane_magnitude(p, count, key)
+            dy_row, y_row = dyo + j * dy_stride, yo + j * y_stride
+            for i in range(count):
+                k = magnitude_key(widen(load(dy, dy_row + i)) * widen(load(y, y_row + i)))
+                store(key, i, k if k > load(key, i) else load(key, i))
         _lane_scales(key, first, second, exponent, count)
         finite = _all_finite(key, count)
         for j in range(n):
-            multiply_part(dy, dyo + j * dy_stride, 1, y, yo + j * y_stride, 1, 0, count, p)
-            _lane_terms(p, count, first, second, high, low)
+            dy_row, y_row = dyo + j * dy_stride, yo + j * y_stride
+            for i in range(count):
+                v = widen(load(dy, dy_row + i)) * widen(load(y, y_row + i))
+                h, t = split_term(v * load(first, i), load(second, i))
+                store(high, i, h + load(high, i))
+                store(low, i, t + load(low, i))
             if not finite:
+                multiply_part(dy, dy_row, 1, y, y_row, 1, 0, count, p)
                 _note_special(p, count, special)
             if j % PARTIAL == PARTIAL - 1:
                 fold_lanes(high, low, hi, lo, count, PARTIAL * one, PARTIAL * one, like)
@@ -199,8 +215,10 @@ def softmax_backward_lanes(
         for j in range(n):
             dy_row, y_row = dyo + j * dy_stride, yo + j * y_stride
             for i in range(count):
-                store(p, i, widen(load(y, y_row + i)) * (widen(load(dy, dy_row + i)) - load(s, i)))
-            store_block(dx, dxo + j * dx_stride, 1, count, p)
+                v = widen(load(y, y_row + i)) * (widen(load(dy, dy_row + i)) - load(s, i))
+                store(results, i, narrow(v, like))
+            put(dx, dxo + j * dx_stride, 1, count, results, streamed)
+    end_stream(streamed)
 
 
 @kernel
@@ -212,6 +230,7 @@ def log_softmax_backward_lanes(
     zero, integer = work_zero(like), magnitude_key(work_zero(like))
     one = term_bias(zero)
     a, s = stack_lanes(zero), stack_lanes(zero)
+    results, streamed = stack_lanes(like), is_streamed(dx, shape, n * lanes, 1)
     first, second = stack_lanes(zero), stack_lanes(zero)
     key, high, low = stack_lanes(integer), stack_lanes(integer), stack_lanes(integer)
     exponent, special = stack_lanes(np.int64(0)), stack_lanes(np.int64(0))
@@ -241,4 +260,5 @@ def log_softmax_backward_lanes(
             dy_row, y_row = dyo + j * dy_stride, yo + j * y_stride
             for i in range(count):
                 store(a, i, fma(-probability(widen(load(y, y_row + i)), like), load(s, i), widen(load(dy, dy_row + i))))
-            store_block(dx, dxo + j * dx_stride, 1, count, a)
+            narrow_and_put(dx, dxo + j * dx_stride, 1, count, a, results, streamed)
+    end_stream(streamed)
