@@ -73,7 +73,6 @@ def row_maximum(x, n, tail, like):
     best = spread(-work_infinity(like), x)
     magnitude = magnitude_key(best)
     for i in range(0, whole, lanes):
-        prefetch_vector(x, i + AHEAD)
         v = widen(load_vector(x, i))
         best = select(v > best, v, best)
         magnitude = largest(magnitude, magnitude_key(v))
@@ -225,6 +224,7 @@ def exponential_sum(x, n, kept, keep, m, base, floor, bias, like, tail):
     while True:
         stop = min(j + BLOCK, whole)
         for i in range(j, stop, lanes):
+            prefetch_vector(x, i + max(n, 1024))
             v = widen(load_vector(x, i))
             e, error = exponential(v, base, floor, bias, like)
             if keep:
