@@ -224,7 +224,7 @@ def exponential_sum(x, n, kept, keep, m, base, floor, bias, like, tail):
     while True:
         stop = min(j + BLOCK, whole)
         for i in range(j, stop, lanes):
-            prefetch_vector(x, i + max(n, 1024))
+            prefetch_vector(x, i + max(n, AHEAD))  # of the next row, or one soon
             v = widen(load_vector(x, i))
             e, error = exponential(v, base, floor, bias, like)
             if keep:
