@@ -148,26 +148,27 @@ def test_the_last_of_more_than_two_to_the_31_rows(operation, walk, sparse, monke
 
 
 @each_operation
-@pytest.mark.parametrize("dtype", [np.float32, bfloat16])
-def test_results_that_go_past_the_caches(operation, dtype):
-    # 16 MiB are written so. Rows and the array begin anywhere in a line of memory, but for the last case's.
-    for axis, shape, start in ((1, (2053, 4111), 1), (0, (61, 141_113), 3), (1, (4096, 2048), 0)):
-        inputs = {name: value.astype(dtype) for name, value in ordinary(operation, (53, shape[1])).items()}
-        rows = np.arange(shape[0]) % 53
-        count = np.prod(shape)
-        inputs = {name: value[rows] for name, value in inputs.items()}
-        whole = np.full(count + 64, 7, dtype)
-        assert whole.nbytes >= STREAMED
-        out = whole[start : count + start].reshape(shape)
-        getattr(ig, operation)(*inputs.values(), axis, out=out)
-        some = slice(0, 53) if axis == 1 else slice(shape[1] - 100, None)
-        part = {name: value[some] if axis == 1 else value[:, some] for name, value in inputs.items()}
-        expected = expected_of(operation, part, axis)
-        assert (out[some] if axis == 1 else out[:, some]).tobytes() == expected
-        if axis == 1:
-            assert out[53 * 38 :].tobytes() == out[: shape[0] - 53 * 38].tobytes()
-        assert (whole[:start] == 7).all()
-        assert (whole[count + start :] == 7).all()
+@pytest.mark.parametrize(("dtype", "axis", "shape"), [
+    (np.float32, 1, (2053, 8209)), (np.float32, 0, (61, 275_037)), (bfloat16, 1, (4099, 8219))
+], ids=["float32 rows", "float32 columns", "bfloat16 rows"])  # fmt: skip
+def test_results_that_go_past_the_caches(operation, dtype, axis, shape):
+    inputs = {name: value.astype(dtype) for name, value in ordinary(operation, (53, shape[1])).items()}
+    rows = np.arange(shape[0]) % 53
+    inputs = {name: value[rows] for name, value in inputs.items()}
+    count = np.prod(shape)
+    whole = np.full(count + 64, 7, dtype)
+    assert whole.nbytes >= STREAMED
+    out = whole[3 : count + 3].reshape(shape)  # neither it nor its rows begin with a line of memory
+    getattr(ig, operation)(*inputs.values(), axis, out=out)
+    if axis == 1:
+        assert out[:53].tobytes() == expected_of(operation, {name: value[:53] for name, value in inputs.items()}, axis)
+        assert out[53:].tobytes() == out[:-53].tobytes()
+    else:
+        some = slice(-100, None)
+        part = {name: value[:, some] for name, value in inputs.items()}
+        assert out[:, some].tobytes() == expected_of(operation, part, axis)
+    assert (whole[:3] == 7).all()
+    assert (whole[count + 3 :] == 7).all()
 
 
 def test_an_expanded_input_of_more_than_two_to_the_31_elements():

@@ -22,7 +22,7 @@ BLOCK = 4096  # elements that are worked on at a time: 16 KiB, so that a block s
 STEP = 512  # results of a row that are written at a time
 AHEAD = 2048  # how many elements ahead of the work on them they are asked for
 LINE = 64  # bytes of memory that caches move at a time
-STREAMED = 1 << 24  # bytes of results from which on they are written past the caches
+STREAMED = 1 << 26  # bytes of results from which on they are written past the caches
 _WORK = {
     types.int16: types.float32,
     types.uint16: types.float32,
