@@ -16,6 +16,7 @@ from isograd.numerics.numba_memory import (
     pointer,
     row_offset,
     stack_block,
+    stack_vector,
     store,
     store_block,
     work_nan,
@@ -31,6 +32,7 @@ from isograd.numerics.numba_sum import (
     special_value,
     sum_scale,
 )
+from isograd.numerics.numba_vectors import LANES as LANES_OF_VECTOR
 from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
 from isograd.rows.numba_exponentials import (
     exponential,
@@ -42,8 +44,10 @@ from isograd.rows.numba_exponentials import (
     quotient,
     reciprocal,
     row_shift,
+    term_scale,
 )
-from isograd.rows.numba_rows import exponential_sum, fill_row, row_maximum
+from isograd.rows.numba_rows import fill_row
+from isograd.rows.numba_vector_rows import contiguous, exponential_sum, row_maximum
 from isograd.runtime.numba_compile import device_function, kernel
 
 HARD, SMOOTH, PROBABILITIES = 0, 1, 2  # index targets, the same with label smoothing, probabilities
@@ -221,22 +225,22 @@ def forward(
     targets, weight = pointer(target_address, np.int64(0)), pointer(weight_address, zero)
     dloss, loss, state = pointer(dloss_address, zero), pointer(loss_address, zero), pointer(state_address, zero)
     block, q, terms = stack_block(zero), stack_block(zero), stack_block(zero)
-    # A row that is longer than a block keeps its exponentials here, in the second-level cache.
-    scratch = empty_work(n if fused and n > BLOCK else 0, like)
-    kept = pointer(scratch.ctypes.data, zero)
+    # A row that is longer than a block keeps its exponentials in the second-level cache.
+    scratch = empty_work(n + LANES_OF_VECTOR if fused and n > BLOCK else 0, like)
+    kept = block if n <= BLOCK else pointer(scratch.ctypes.data, zero)
+    copy, tail = empty_stored(0 if tile != 0 or x_stride == 1 else n, like), stack_vector(like)
     x_tile, y_tile = empty_stored(n * tile, like), empty_stored(n * tile if mode == PROBABILITIES else 0, like)
     x_rows, y_rows = pointer(x_tile.ctypes.data, like), pointer(y_tile.ctypes.data, like)
     for index in range(start, stop):
         first, width = _unit(index, tile, shape)
-        after, _ = _unit(min(index + 1, stop - 1), tile, shape)
-        x, xo, xs, x_ahead = x_all, row_offset(first, shape, x_strides), x_stride, row_offset(after, shape, x_strides)
+        x, xo, xs = x_all, row_offset(first, shape, x_strides), x_stride
         y, yo, ys = y_all, row_offset(first, shape, y_strides), y_stride
         dx, dxo, dxs = dx_all, row_offset(first, shape, dx_strides), dx_stride
         if tile != 0:
             _pack(x_all, xo, x_stride, n, width, x_rows)
             if mode == PROBABILITIES:
                 _pack(y_all, yo, y_stride, n, width, y_rows)
-            x, xo, xs, x_ahead = x_rows, np.int64(0), np.int64(1), np.int64(0)
+            x, xo, xs = x_rows, np.int64(0), np.int64(1)
             y, yo, ys = y_rows, np.int64(0), np.int64(1)
             dx, dxo, dxs = x_rows, np.int64(0), np.int64(1)
         for row in range(first, first + width):
@@ -244,15 +248,15 @@ def forward(
             value, factor, r, r_low, m = zero, zero, zero, zero, zero
             if target != IGNORED:
                 x_target = widen(load(x, xo + target * xs))
-                m = row_maximum(x, xo, xs, n, block, like)
+                given = contiguous(x, xo, xs, n, pointer(copy.ctypes.data, like))
+                m = row_maximum(given, n, tail, like)
                 m = m if is_finite(m) else work_nan(like)
                 value, factor, r, r_low = work_nan(like), work_nan(like), work_nan(like), work_nan(like)
                 if is_finite(m):
                     base, floor, bias = row_shift(m, like)
                     hi, lo = exponential_sum(
-                        x, xo, x_ahead, xs, dx, dxo, dxs if fused else np.int64(0), n, block, kept, fused, m, base,
-                        floor, bias, like,
-                    )  # fmt: skip
+                        given, n, kept, fused, True, term_scale(n, like), m, base, floor, bias, like, tail
+                    )
                     r, r_low = reciprocal(hi, lo, n, like)
                     top, middle, rest = log_sum(hi, lo, n, m, base, floor, bias, like)
                     value, factor = _row_loss(

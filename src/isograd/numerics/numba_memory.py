@@ -266,17 +266,16 @@ def _address(typingctx: Any, base: Any, index: Any) -> Any:
 
 @device_function
 def is_streamed(base, shape, n, stride):
-    """Whether results of rows of n elements are so many that they would only push other data out of the caches."""
+    """Whether results, n at each place of a shape, are so many that they would only push others out of the caches."""
     count = n
     for d in range(len(shape)):
         count *= shape[d]
-    size = stored_bytes(load(base, 0))
-    return stride == 1 and count * size >= STREAMED and _address(base, np.int64(0)) % size == 0
+    return stride == 1 and count * stored_bytes(load(base, 0)) >= STREAMED
 
 
 @device_function
 def end_stream(streamed):
-    """Wait for what was written past the caches."""
+    """Wait for what this thread wrote past the caches; every kernel that streams ends with it."""
     if streamed:
         _fence()
 
@@ -298,7 +297,7 @@ def stream(base, offset, count, block):
 
 @device_function
 def put(base, offset, stride, count, block, streamed):
-    """Write `count` elements of a block of the storage type."""
+    """Write `count` elements of a block of the storage type; only what is contiguous is `streamed`."""
     if streamed:
         stream(base, offset, count, block)
     else:

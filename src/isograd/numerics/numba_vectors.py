@@ -3,9 +3,13 @@
 
 A loop that LLVM turns into vectors itself adds up the lanes after every few hundred elements and checks its memory
 before it starts; one that is written with vectors keeps its sums in registers. The operators of Python serve; a number
-beside a vector stands for as many equal lanes. What chooses between two values is `select`.
+beside a vector stands for as many lanes, in their type. What chooses between two values is `select`.
+
+The lanes of a bfloat16 vector that was widened are in another order than the elements, and meet only what was widened
+likewise; narrowing puts them back.
 """
 
+import functools
 import operator
 from typing import Any
 
@@ -17,7 +21,7 @@ from numba.core.typing import signature
 from numba.core.typing.templates import AbstractTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin, overload, register_model
 
-from isograd.runtime.numba_compile import INLINED, device_function
+from isograd.runtime.numba_compile import INLINED, device_function, processor_features
 
 
 class Vector(types.Type):
@@ -239,6 +243,21 @@ def from_high_words(typingctx: Any, x: Any) -> Any:
     return kind(x), generate
 
 
+@intrinsic
+def in_order(typingctx: Any, x: Any, like: Any) -> Any:
+    """The lanes of a vector that was made of elements of the type of `like` in the order of those."""
+    half = x.lanes // 2
+
+    def generate(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
+        if like != types.uint16:
+            return arguments[0]
+        places = [i // 2 + half * (i % 2) for i in range(x.lanes)]
+        order = ir.Constant(ir.VectorType(ir.IntType(32), x.lanes), places)
+        return builder.shuffle_vector(arguments[0], arguments[0], order)
+
+    return x(x, like), generate
+
+
 def _folded(name: str) -> Any:
     def fold(typingctx: Any, x: Any) -> Any:
         def generate(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
@@ -260,13 +279,19 @@ lanes_sum, lanes_maximum = _folded("add"), _folded("smax")
 LANES = 32  # at most
 
 
-def lanes_of(dtype: Any) -> int:
-    """The lanes of vectors of a storage type: 128 bytes of what is computed in.
+@functools.cache
+def _bytes() -> int:
+    """The bytes that vectors of what is computed in have.
 
-    That is two registers or four. What is computed in them does not depend on each other, and a processor looks ahead
-    for such work no further than one turn of a long loop.
+    Two registers of AVX-512, two to four of others. Instructions on one do not wait for those on the other: a processor
+    holds too few that wait to find such in the next turn of a long loop.
     """
-    return LANES // 2 if dtype == types.float64 else LANES
+    return 128 if "avx512f" in processor_features() else 64
+
+
+def lanes_of(dtype: Any) -> int:
+    """The lanes of vectors of a storage type."""
+    return _bytes() // (8 if dtype == types.float64 else 4)
 
 
 @intrinsic

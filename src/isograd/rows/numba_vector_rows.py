@@ -12,6 +12,7 @@ from isograd.numerics.numba_ops import from_key, is_finite_key, is_number_key, l
 from isograd.numerics.numba_storage import narrow, widen
 from isograd.numerics.numba_sum import note_special, special_value, sum_scale
 from isograd.numerics.numba_vectors import (
+    in_order,
     int64,
     lanes_maximum,
     lanes_sum,
@@ -24,7 +25,7 @@ from isograd.numerics.numba_vectors import (
     vector_lanes,
 )
 from isograd.numerics.numba_wide import add_limbs, limb_shift, split_term, term_bias, wide_to_float
-from isograd.rows.numba_exponentials import exponential, exponential_term, low_term_bias, mark, term_scale
+from isograd.rows.numba_exponentials import exponential, exponential_term, low_term_bias, mark
 from isograd.runtime.numba_compile import device_function
 
 
@@ -84,21 +85,19 @@ def row_maximum(x, n, tail, like):
         return work_nan(like)
     found = from_key(lanes_maximum(max_key(best)))
     if found == 0:  # the comparisons above do not tell the zeros apart
-        keys = lowest_key(like)
+        zero, key = max_key(found - found), lowest_key(like)
         for i in range(n):
-            key = max_key(widen(load(x, i)))
-            keys = key if key > keys else keys
-        found = from_key(keys)
+            key = max(key, max_key(widen(load(x, i))))
+            if key == zero:
+                break
+        found = from_key(key)
     return found
 
 
 # --- exact sums ------------------------------------------------------------------------------------------------------
 @device_function
 def products_magnitude(a, b, n, kept, keep, zero, tail):
-    """The largest magnitude key of the products of two rows, which `kept` takes if they are to be kept.
-
-    It has room for a vector more than the row.
-    """
+    """The largest magnitude key of the products of two rows, which `kept` takes, in whole vectors, if `keep` is set."""
     whole = whole_vectors(a, n)
     keys = magnitude_key(spread(widen(zero), a))
     for i in range(0, whole, vector_lanes(a)):
@@ -212,23 +211,24 @@ def _no_terms(scale, x, like):
 
 
 @device_function
-def exponential_sum(x, n, kept, keep, m, base, floor, bias, like, tail):
-    """The integer sum of a row's exponentials, which `kept` takes, marked, if they are to be kept.
+def exponential_sum(x, n, kept, keep, ordered, scale, m, base, floor, bias, like, tail):
+    """The integer sum of a row's exponentials, which `kept` takes, marked and in whole vectors, if `keep` is set.
 
-    It has room for a vector more than the row.
+    Where `ordered` is not set, only `load_kept` finds them in their order. scale: `term_scale` of the row, or of the
+    one that it is a part of.
     """
-    scale = term_scale(n, like)
     lanes, whole = vector_lanes(x), whole_vectors(x, n)
     hi, lo, j = np.int64(0), np.uint64(0), 0
     high, low = _no_terms(scale, x, like)
     while True:
         stop = min(j + BLOCK, whole)
         for i in range(j, stop, lanes):
-            prefetch_vector(x, i + max(n, AHEAD))  # of the next row, or one soon
+            prefetch_vector(x, i + max(n, AHEAD))  # the next row, where rows lie together
             v = widen(load_vector(x, i))
             e, error = exponential(v, base, floor, bias, like)
             if keep:
-                store_vector(kept, i, mark(e, v, m, like))
+                marked = mark(e, v, m, like)
+                store_vector(kept, i, in_order(marked, like) if ordered else marked)
             h, t = exponential_term(e, error, scale, like)
             high = high + h
             low = low + t
@@ -238,7 +238,8 @@ def exponential_sum(x, n, kept, keep, m, base, floor, bias, like, tail):
             v = widen(last_vector(x, whole, n, narrow(-work_infinity(like), like), tail))
             e, error = exponential(v, base, floor, bias, like)
             if keep:
-                store_vector(kept, whole, mark(e, v, m, like))
+                marked = mark(e, v, m, like)
+                store_vector(kept, whole, in_order(marked, like) if ordered else marked)
             h, t = exponential_term(e, error, scale, like)
             high = high + h
             low = low + t

@@ -38,7 +38,7 @@ from numba.core.typed_passes import NativeLowering
 from isograd.runtime import compilation, stacks
 
 
-# --- arrays and pointers into them -----------------------------------------------------------------------------------
+# --- lowering --------------------------------------------------------------------------------------------------------
 class _Attributes(FunctionAttributes):
     """Attributes of functions for which LLVM uses the widest vectors: on many processors it would take half of them."""
 
@@ -50,9 +50,10 @@ class _Attributes(FunctionAttributes):
 
 
 class _Lower(Lower):
-    """Lowering under which an array lives until its function returns, if its address is taken (`.ctypes`).
+    """Lowering for the widest vectors, under which an array whose address is taken (`.ctypes`) lives on.
 
-    Numba frees an array after its last use, and knows nothing of pointers into it.
+    Numba frees an array after its last use, and knows nothing of pointers into it. Here it lives until its function
+    returns, or its variable gets another value.
     """
 
     def pre_lower(self) -> None:

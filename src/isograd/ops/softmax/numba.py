@@ -1,7 +1,8 @@
 """The softmax family on the CPU, one row of the reduced axis after the other.
 
-A row is worked on in blocks that stay in the first-level cache and costs two or three passes over memory; the later
-ones find it in the cache. `numba_lanes.py` has the same operations for a reduction over a non-last axis.
+A row is walked through in vectors, for its maximum, for its sum and for its results, which are written in pieces; the
+first walk brings it into the caches. One that has gaps in memory is copied first, n elements for each thread and input.
+`numba_lanes.py` has the same operations for a reduction over a non-last axis.
 """
 
 from typing import Any
@@ -24,7 +25,6 @@ from isograd.numerics.numba_memory import (
     stack_block,
     stack_step,
     stack_vector,
-    stored_bytes,
     work_nan,
     work_zero,
 )
@@ -42,6 +42,7 @@ from isograd.numerics.numba_vectors import (
 )
 from isograd.ops.softmax import numba_lanes as lanes
 from isograd.rows.numba_exponentials import (
+    is_short,
     largest_quotient,
     log_probability,
     log_sum,
@@ -49,6 +50,7 @@ from isograd.rows.numba_exponentials import (
     quotient,
     reciprocal,
     row_shift,
+    term_scale,
 )
 from isograd.rows.numba_rows import fill
 from isograd.rows.numba_vector_rows import (
@@ -65,7 +67,7 @@ from isograd.rows.numba_vector_rows import (
 from isograd.rows.walk import for_rows_or_lanes
 from isograd.runtime.numba_compile import kernel
 
-_SMALL = np.float32(2.0**100)  # a sum of this size takes no finite number out of the range
+_SMALL = np.float32(2.0**100)  # a sum below takes no finite number out of the range
 
 
 @kernel
@@ -73,7 +75,7 @@ def softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n, x_s
     """Rows of softmax; y may be x."""
     x, y = pointer(x_address, like), pointer(y_address, like)
     results, tail, zero = stack_step(like), stack_vector(like), work_zero(like)
-    # A row that is longer than a block keeps its exponentials in the second-level cache.
+    # The exponentials of a row; those of one that is longer than a block are hardly in the first-level cache.
     block, scratch = stack_block(zero), empty_work(n + LANES_OF_VECTOR if n > BLOCK else 0, like)
     kept = block if n <= BLOCK else pointer(scratch.ctypes.data, zero)
     copy = empty_stored(0 if x_stride == 1 else n, like)
@@ -86,7 +88,7 @@ def softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n, x_s
             fill(y, yo, y_stride, n, work_nan(like), like)
             continue
         base, floor, bias = row_shift(m, like)
-        hi, lo = exponential_sum(given, n, kept, True, m, base, floor, bias, like, tail)
+        hi, lo = exponential_sum(given, n, kept, True, False, term_scale(n, like), m, base, floor, bias, like, tail)
         r, r_low = reciprocal(hi, lo, n, like)
         top = largest_quotient(r, r_low, m, base, floor, bias, like)
         for j in range(0, n, STEP):
@@ -103,6 +105,7 @@ def log_softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n,
     """Rows of log_softmax; y may be x."""
     x, y = pointer(x_address, like), pointer(y_address, like)
     results, tail, zero = stack_step(like), stack_vector(like), work_zero(like)
+    unused = stack_vector(zero)  # no exponential is kept
     copy = empty_stored(0 if x_stride == 1 else n, like)
     streamed = is_streamed(y, shape, n, y_stride)
     for row in range(start, stop):
@@ -113,7 +116,7 @@ def log_softmax_rows(like, x_address, y_address, shape, x_strides, y_strides, n,
             fill(y, yo, y_stride, n, work_nan(like), like)
             continue
         base, floor, bias = row_shift(m, like)
-        hi, lo = exponential_sum(given, n, results, False, m, base, floor, bias, like, tail)
+        hi, lo = exponential_sum(given, n, unused, False, False, term_scale(n, like), m, base, floor, bias, like, tail)
         top, middle, rest = log_sum(hi, lo, n, m, base, floor, bias, like)
         for j in range(0, n, STEP):
             count = min(n - j, STEP)
@@ -136,8 +139,8 @@ def softmax_backward_rows(
     """Rows of softmax's gradient; dx may be dy or y."""
     dy, y, dx = pointer(dy_address, like), pointer(y_address, like), pointer(dx_address, like)
     results, tail, zero = stack_step(like), stack_vector(like), narrow(work_zero(like), like)
-    # Products are kept where they fit the first-level cache beside the rows.
-    kept, keep = stack_block(work_zero(like)), n * (4 + 2 * stored_bytes(like)) <= 2 * BLOCK * 4
+    # Products are kept, in a block, where they are in the first-level cache beside the rows.
+    kept, keep = stack_block(work_zero(like)), n <= (BLOCK if is_short(like) else BLOCK // 2)
     copy = empty_stored((0 if dy_stride == 1 else n) + (0 if y_stride == 1 else n), like)
     dy_copy = pointer(copy.ctypes.data, like)
     y_copy = dy_copy if dy_stride == 1 else advance(dy_copy, n)
@@ -148,7 +151,7 @@ def softmax_backward_rows(
         p = contiguous(y, row_offset(row, shape, y_strides), y_stride, n, y_copy)
         key = products_magnitude(g, p, n, kept, keep, zero, tail)
         s = products_sum(g, p, n, kept, keep, key, zero, tail)
-        # Finite products have finite factors, and a difference does not overflow.
+        # Finite products have finite factors, and dy - s does not overflow: the results may, but none is a NaN.
         numbers = is_finite_key(key) and abs(s) < _SMALL
         for j in range(0, n, STEP):
             count = min(n - j, STEP)
@@ -172,7 +175,7 @@ def log_softmax_backward_rows(
     """Rows of log_softmax's gradient; dx may be dy or y."""
     dy, y, dx = pointer(dy_address, like), pointer(y_address, like), pointer(dx_address, like)
     results, tail, zero = stack_step(like), stack_vector(like), narrow(work_zero(like), like)
-    # A row that is longer than a block keeps its exponentials in the second-level cache.
+    # The probabilities of a row.
     block, scratch = stack_block(work_zero(like)), empty_work(n + LANES_OF_VECTOR if n > BLOCK else 0, like)
     kept = block if n <= BLOCK else pointer(scratch.ctypes.data, work_zero(like))
     copy = empty_stored((0 if dy_stride == 1 else n) + (0 if y_stride == 1 else n), like)

@@ -14,11 +14,13 @@ from numba.extending import overload
 from isograd.losses.numba_cross_entropy import IGNORED
 from isograd.numerics.numba_memory import (
     BLOCK,
+    empty_stored,
     load,
     load_block,
     multiply_part,
     pointer,
     stack_block,
+    stack_vector,
     store,
     store_block,
     work_nan,
@@ -28,7 +30,6 @@ from isograd.numerics.numba_memory import (
 from isograd.numerics.numba_ops import fma, from_key, is_finite, magnitude_key, max_key
 from isograd.numerics.numba_storage import narrow, widen
 from isograd.numerics.numba_sum import (
-    PARTIAL,
     block_magnitude,
     block_special,
     block_terms,
@@ -39,7 +40,6 @@ from isograd.numerics.numba_sum import (
 from isograd.numerics.numba_wide import add_limbs, limb_shift, wide_to_float
 from isograd.rows.numba_exponentials import (
     exponential,
-    exponential_part,
     is_short,
     largest_quotient,
     log_probability,
@@ -51,7 +51,8 @@ from isograd.rows.numba_exponentials import (
     row_shift,
     term_scale,
 )
-from isograd.rows.numba_rows import fill_row, row_maximum
+from isograd.rows.numba_rows import fill_row
+from isograd.rows.numba_vector_rows import contiguous, exponential_sum, row_maximum
 from isograd.runtime.numba_compile import INLINED, device_function, kernel
 from isograd.torch.distributed.vocab_layout import LOG_PROBABILITIES, PRODUCTS, WORDS
 
@@ -86,9 +87,10 @@ def _load_words(words, row):
 def maxima(like, x_address, keys_address, n, step, stride, start, stop):
     """The key of the maximum of a part of every row."""
     x, keys = pointer(x_address, like), pointer(keys_address, np.int64(0))
-    block = stack_block(work_zero(like))
+    copy, tail = empty_stored(0 if stride == 1 else n, like), stack_vector(like)
     for row in range(start, stop):
-        store(keys, row, np.int64(max_key(row_maximum(x, row * step, stride, n, block, like))))
+        given = contiguous(x, row * step, stride, n, pointer(copy.ctypes.data, like))
+        store(keys, row, np.int64(max_key(row_maximum(given, n, tail, like))))
 
 
 @kernel
@@ -96,20 +98,18 @@ def exponentials(like, x_address, keys_address, words_address, n, step, stride, 
     """The exact sums of a part's exponentials, relative to the maxima of whole rows of so many classes."""
     zero = work_zero(like)
     x, keys, words = pointer(x_address, like), pointer(keys_address, np.int64(0)), pointer(words_address, np.int64(0))
-    block = stack_block(zero)
-    scale = term_scale(classes, like)
+    unused = stack_vector(zero)  # no exponential is kept
+    copy, tail = empty_stored(0 if stride == 1 else n, like), stack_vector(like)
     for row in range(start, stop):
         m = from_key(_work_key(load(keys, row), zero))
         hi, lo = np.int64(0), np.uint64(0)
         if is_finite(m):
             base, floor, bias = row_shift(m, like)
-            for j in range(0, n, BLOCK):
-                count = min(n - j, BLOCK)
-                load_block(x, row * step + j * stride, stride, count, block)
-                for first in range(0, count, PARTIAL):
-                    last = min(first + PARTIAL, count)
-                    high, low = exponential_part(block, first, last, m, base, floor, bias, scale, like)
-                    hi, lo = add_limbs(hi, lo, high, low, limb_shift(like))
+            given = contiguous(x, row * step, stride, n, pointer(copy.ctypes.data, like))
+            hi, lo = exponential_sum(
+                given, n, unused, False, False, term_scale(classes, like), m, base, floor, bias, like,
+                tail,
+            )  # fmt: skip
         _store_words(words, row, hi, lo)
 
 
