@@ -15,13 +15,12 @@ from numba.extending import intrinsic, overload
 from isograd.numerics.constants import LANES as LANES
 from isograd.numerics.numba_storage import narrow, widen
 from isograd.numerics.numba_vectors import LANES as LANES_OF_VECTOR
-from isograd.numerics.numba_vectors import stream_line
+from isograd.numerics.numba_vectors import LINE, prefetcher, stream_line
 from isograd.runtime.numba_compile import INLINED, device_function
 
 BLOCK = 4096  # elements that are worked on at a time: 16 KiB, so that a block stays in the first-level cache
 STEP = 512  # results of a row that are written at a time
 AHEAD = 2048  # how many elements ahead of the work on them they are asked for
-LINE = 64  # bytes of memory that caches move at a time
 STREAMED = 1 << 26  # bytes of results from which on they are written past the caches
 _WORK = {
     types.int16: types.float32,
@@ -169,23 +168,8 @@ def _empty_stored(count, like):
     return lambda count, like: np.empty(count, dtype)
 
 
-def _prefetch(write: int) -> Any:
-    def prefetch(typingctx: Any, base: Any, index: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-            kind = ir.FunctionType(ir.VoidType(), (byte, word, word, word))
-            function = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
-            address = builder.bitcast(builder.gep(arguments[0], [arguments[1]]), byte)
-            # locality: lines to be written into the first-level cache, lines to be read into the second; then data
-            builder.call(function, (address, word(write), word(3 if write else 2), word(1)))
-            return context.get_dummy_value()
-
-        return types.void(base, types.int64), generate
-
-    return intrinsic(prefetch)
-
-
-_prefetch_read, _prefetch_write = _prefetch(0), _prefetch(1)
+# What is read soon has time to come from the second level; what is written is written at once.
+_prefetch_read, _prefetch_write = prefetcher(write=False, level=2), prefetcher(write=True, level=1)
 
 
 def stored_bytes(like: Any) -> Any:
@@ -203,7 +187,7 @@ def _stored_bytes(like):
 def prefetch_read(base, offset, stride, count):
     """Ask for a piece of a contiguous row that is read later, while there is arithmetic to do."""
     if stride == 1:
-        for i in range(0, count, 64 // stored_bytes(load(base, offset))):
+        for i in range(0, count, LINE // stored_bytes(load(base, offset))):
             _prefetch_read(base, offset + i)
 
 
@@ -211,7 +195,7 @@ def prefetch_read(base, offset, stride, count):
 def prefetch_write(base, offset, stride, count):
     """Ask for a piece of a contiguous row that is written later."""
     if stride == 1:
-        for i in range(0, count, 64 // stored_bytes(load(base, offset))):
+        for i in range(0, count, LINE // stored_bytes(load(base, offset))):
             _prefetch_write(base, offset + i)
 
 

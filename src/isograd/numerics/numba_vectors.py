@@ -277,6 +277,7 @@ lanes_sum, lanes_maximum = _folded("add"), _folded("smax")
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 LANES = 32  # at most
+LINE = 64  # bytes of memory that caches move at a time
 
 
 @functools.cache
@@ -332,13 +333,13 @@ def store_vector(typingctx: Any, base: Any, index: Any, value: Any) -> Any:
 
 @intrinsic
 def stream_line(typingctx: Any, base: Any, index: Any, block: Any, start: Any) -> Any:
-    """Copy a line of 64 bytes, whose address is a multiple of that, from a block to memory, past the caches."""
+    """Copy a line, whose address is a multiple of its size, from a block to memory, past the caches."""
 
     def generate(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
         size = base.dtype.bitwidth // 8
-        line = ir.VectorType(context.get_value_type(base.dtype), 64 // size).as_pointer()
+        line = ir.VectorType(context.get_value_type(base.dtype), LINE // size).as_pointer()
         to, source = (builder.bitcast(builder.gep(arguments[i], [arguments[i + 1]]), line) for i in (0, 2))
-        written = builder.store(builder.load(source, align=size), to, align=64)
+        written = builder.store(builder.load(source, align=size), to, align=LINE)
         written.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
         return context.get_dummy_value()
 
@@ -352,17 +353,25 @@ def vector_lanes(typingctx: Any, base: Any) -> Any:
     return types.int64(base), lambda context, builder, sig, arguments: ir.IntType(64)(lanes)
 
 
-@intrinsic
-def prefetch_vector(typingctx: Any, base: Any, index: Any) -> Any:
-    """Ask for the lines of a vector that is read soon."""
+def prefetcher(write: bool, level: int, whole_vector: bool = False) -> Any:
+    """An intrinsic that asks for the line of an element, or the lines of a vector, into a level of the caches."""
 
-    def generate(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
-        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), (byte, word, word, word))
-        function = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
-        place = builder.bitcast(builder.gep(arguments[0], [arguments[1]]), byte)
-        for offset in range(0, lanes_of(base.dtype) * base.dtype.bitwidth // 8, 64):
-            builder.call(function, (builder.gep(place, [word(offset)]), word(0), word(3), word(1)))
-        return context.get_dummy_value()
+    def prefetch(typingctx: Any, base: Any, index: Any) -> Any:
+        size = lanes_of(base.dtype) * base.dtype.bitwidth // 8 if whole_vector else 1
 
-    return types.void(base, types.int64), generate
+        def generate(context: Any, builder: Any, sig: Any, arguments: Any) -> Any:
+            byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+            kind = ir.FunctionType(ir.VoidType(), (byte, word, word, word))
+            function = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
+            place = builder.bitcast(builder.gep(arguments[0], [arguments[1]]), byte)
+            for offset in range(0, size, LINE):
+                line = builder.gep(place, [word(offset)])
+                builder.call(function, (line, word(int(write)), word(4 - level), word(1)))
+            return context.get_dummy_value()
+
+        return types.void(base, types.int64), generate
+
+    return intrinsic(prefetch)
+
+
+prefetch_vector = prefetcher(write=False, level=1, whole_vector=True)

@@ -211,6 +211,16 @@ def _no_terms(scale, x, like):
 
 
 @device_function
+def _exponentials(v, kept, i, keep, ordered, scale, m, base, floor, bias, like):
+    """The terms of a vector's exponentials, which `kept` takes from place i on if they are to be kept."""
+    e, error = exponential(v, base, floor, bias, like)
+    if keep:
+        marked = mark(e, v, m, like)
+        store_vector(kept, i, in_order(marked, like) if ordered else marked)
+    return exponential_term(e, error, scale, like)
+
+
+@device_function
 def exponential_sum(x, n, kept, keep, ordered, scale, m, base, floor, bias, like, tail):
     """The integer sum of a row's exponentials, which `kept` takes, marked and in whole vectors, if `keep` is set.
 
@@ -225,22 +235,14 @@ def exponential_sum(x, n, kept, keep, ordered, scale, m, base, floor, bias, like
         for i in range(j, stop, lanes):
             prefetch_vector(x, i + max(n, AHEAD))  # the next row, where rows lie together
             v = widen(load_vector(x, i))
-            e, error = exponential(v, base, floor, bias, like)
-            if keep:
-                marked = mark(e, v, m, like)
-                store_vector(kept, i, in_order(marked, like) if ordered else marked)
-            h, t = exponential_term(e, error, scale, like)
+            h, t = _exponentials(v, kept, i, keep, ordered, scale, m, base, floor, bias, like)
             high = high + h
             low = low + t
         vectors = (stop - j) // lanes + 1
         last = stop == whole
         if last and whole < n:
             v = widen(last_vector(x, whole, n, narrow(-work_infinity(like), like), tail))
-            e, error = exponential(v, base, floor, bias, like)
-            if keep:
-                marked = mark(e, v, m, like)
-                store_vector(kept, whole, in_order(marked, like) if ordered else marked)
-            h, t = exponential_term(e, error, scale, like)
+            h, t = _exponentials(v, kept, whole, keep, ordered, scale, m, base, floor, bias, like)
             high = high + h
             low = low + t
             vectors += 1
