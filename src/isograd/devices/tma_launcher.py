@@ -22,7 +22,8 @@ class Block(NamedTuple):
 
     def described(self, base: Any, dtype: torch.dtype) -> TensorDescriptor:
         """The descriptor of a tensor at `base`."""
-        layout = gl.NVMMASharedLayout(128, 8 * dtype.itemsize, len(self.shape))
+        swizzle = min(self.tile[-1] * dtype.itemsize, 128)
+        layout = gl.NVMMASharedLayout(swizzle, 8 * dtype.itemsize, len(self.shape))
         return TensorDescriptor(base, list(self.shape), list(self.strides), list(self.tile), layout)
 
 

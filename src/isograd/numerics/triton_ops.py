@@ -412,7 +412,7 @@ def log_pair_32(x):
     """The logarithm of a positive finite binary32 x as an unevaluated pair."""
     small = x < _TINY_32
     f, k = split_exponent(tl.where(small, x * 4294967296.0, x))
-    return log_core(f, tl.where(small, k - 32.0, k), tl.zeros_like(x))
+    return log_core(f, tl.where(small, k - 32.0, k), 0.0)
 
 
 @triton.jit

@@ -50,10 +50,15 @@ def exp2_parts(t):
 
 
 @triton.jit
+def scaled(m, places):
+    """Return m 2**places for m about 1, some small number below 2**-64."""
+    return ops.as_float(ops.as_int(m) + (tl.maximum(places, -64) << 23))
+
+
+@triton.jit
 def rounded(m, places):
     """rint(m 2**places) on top of MAGIC_BITS_32, for m about 1 and places <= 22."""
-    scaled = ops.as_float(ops.as_int(m) + (tl.maximum(places, -64) << 23))
-    return ops.as_int(scaled + ops.MAGIC_32)
+    return ops.as_int(scaled(m, places) + ops.MAGIC_32)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import torch
 from isograd.core import faults
 from isograd.devices.triton_launcher import Launcher, Specification, kept, power_of_two
 from isograd.flash_attention.descriptors import AttentionDescriptor
-from isograd.flash_attention.order_free import reference, triton_backward, triton_cut, triton_forward
+from isograd.flash_attention.order_free import gluon_launch, reference, triton_backward, triton_cut, triton_forward
 from isograd.flash_attention.triton_launch import note_starts, used_keys
 from isograd.flash_attention.triton_problem import (
     PAD,
@@ -183,9 +183,17 @@ def forward(d: AttentionDescriptor, a: Arguments, tile: Tile | None = None) -> N
         _cut_cached_keys(p, (row_strides(k), row_strides(v)))(k, v, k_digits, k_numbers, used, pages)
     else:
         _cut_keys(p, (row_strides(k), row_strides(v)), False)(k, v, k_digits, k_numbers, x.k_starts)
-    strides = (row_strides(o), x.bias_strides, x.mask_strides)
-    launcher = _forward(p, strides, (o.dtype, x.bias.dtype, sinks.dtype), tile or forward_tile(p))
-    launcher(q_digits, k_digits, q_numbers, k_numbers, o, lse, *x[:6], sinks, used, numbers=seed_words(d.options))
+    if tile is None and gluon_launch.supports(p, bd, bdv, max(q.numel(), k_digits.numel())) and k.numel() and p.lk:
+        numbers, cap, reach = _numbers(p)
+        sides = [(s.pitch, s.total) for s in (_queries(p), _keys(p))]
+        values = (cap, reach, float(numbers.kept))
+        hopper = gluon_launch.forward(p, (*sides,), row_strides(o), (o.dtype, sinks.dtype), (p.v_dim, bd, bdv), values)
+        v_digits = k_digits[_keys(p).total * 2 * bd :]
+        hopper(q_digits, k_digits, v_digits, q_numbers, k_numbers, o, lse, x.q_starts, x.k_starts, sinks, used)
+    else:
+        strides = (row_strides(o), x.bias_strides, x.mask_strides)
+        launcher = _forward(p, strides, (o.dtype, x.bias.dtype, sinks.dtype), tile or forward_tile(p))
+        launcher(q_digits, k_digits, q_numbers, k_numbers, o, lse, *x[:6], sinks, used, numbers=seed_words(d.options))
     outputs.done()
     if lse is not a["lse"]:
         a["lse"].copy_(lse)
@@ -262,6 +270,13 @@ def backward(d: Any, a: Arguments, config: BackwardTiles | None = None) -> None:
         _cut_keys(p, (row_strides(k), row_strides(v)), True)(k, v, k_digits, k_numbers, x.k_starts)
     cut, more, dtypes = (q_digits, k_digits, q_numbers, k_numbers), (x.bias_strides, x.mask_strides), (x.bias.dtype,)
     numbers = seed_words(d.options)
+    if config is None and q.numel() and k.numel() and gluon_launch.supports(p, bd, bdv, q_digits.numel()):
+        _hopper_backward(p, cut, (dq, dk, dv), x)
+        if "dsinks" in a:
+            _fill_dsinks(p, q_numbers, lse, a["sinks"].contiguous(), a["dsinks"], x)
+        outputs.done()
+        faults.after_launch(q.device)
+        return
     if k.numel() and p.heads:
         strides = (row_strides(dk), row_strides(dv), *more)
         launcher = _over_keys(p, strides, (dk.dtype, *dtypes), tiles.over_keys, tiles.turns)
@@ -273,6 +288,28 @@ def backward(d: Any, a: Arguments, config: BackwardTiles | None = None) -> None:
         _fill_dsinks(p, q_numbers, lse, a["sinks"].contiguous(), a["dsinks"], x)
     outputs.done()
     faults.after_launch(q.device)
+
+
+def _hopper_backward(p: Problem, cut: tuple[torch.Tensor, ...], results: tuple[torch.Tensor, ...], x: Extras) -> None:
+    q_digits, k_digits, q_numbers, k_numbers = cut
+    d, dv, bd, bdv = _widths(p)
+    queries, keys = _queries(p), _keys(p)
+    q_columns, do_rows = q_digits[2 * bd * queries.total :], q_digits[4 * bd * queries.total :]
+    do_columns = do_rows[2 * bdv * queries.total :]
+    k_columns, v_rows = k_digits[2 * bd * keys.total :], k_digits[4 * bd * keys.total :]
+    of_q, of_k = (queries.pitch, queries.total), (keys.pitch, keys.total)
+    n, cap, reach = _numbers(p)
+    values = (float(n.factor), cap, reach, float(n.kept))
+    own, other = (q_digits, do_rows), (k_digits, v_rows)
+    parts = (
+        (0, (of_q, of_k), (*own, *other, k_columns), d, float(n.scale)),
+        (1, (of_k, of_q), (*other, *own, q_columns), d, float(n.scale)),
+        (2, (of_k, of_q), (*other, *own, do_columns), dv, float(n.kept)),
+    )
+    for (kind, sides, digits, width, scale), result in zip(parts, results, strict=True):
+        widths = (width, bd, bdv)
+        launcher = gluon_launch.backward(p, kind, sides, row_strides(result), result.dtype, widths, (*values, scale))
+        launcher(*digits, q_numbers, k_numbers, result, x.q_starts, x.k_starts)
 
 
 def _fill_dsinks(
