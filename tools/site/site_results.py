@@ -152,10 +152,6 @@ def _rows(content: Mapping[str, Any]) -> Iterator[Row]:
     elif isinstance(content.get("memory"), dict):
         memory = content["memory"]
         yield "forward and backward", {"gigabytes": {key: memory[key] / 1e9 for key in ("peak", "operands")}}
-    elif isinstance(content.get("steps"), dict):
-        steps = content["steps"]
-        yield "a step", {"ms": {who: said["ms"] for who, said in steps.items()}}
-        yield "its memory", {"gigabytes": {who: said["peak_gb"] for who, said in steps.items()}}
     elif isinstance(content.get("verdict"), dict):
         for seed, plain in enumerate(content["verdict"]["last_torch"]):
             last = {"torch, bfloat16": plain}

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-# ruff: noqa: N803, N806, RUF005, RUF059, SIM113
+# ruff: noqa: N803, N806, RUF005, RUF059
 """The backward pass of order-free attention on Hopper, in Gluon: the bits of `triton_backward.py`.
 
 One kernel in three forms. For dq a program keeps 64 queries and goes over keys; for dk and for dv it keeps 64 keys and

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-# ruff: noqa: N803, N806, RUF005, RUF059, SIM113
+# ruff: noqa: N803, N806, RUF059, SIM113
 """The forward pass of order-free attention on Hopper, in Gluon: the bits of `triton_forward.py`.
 
 A program keeps 64 queries of a head. One warp, the producer, brings digits of queries, keys and values to shared memory

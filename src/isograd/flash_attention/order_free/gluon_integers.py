@@ -66,7 +66,7 @@ def halves(x):
 
 @gluon.jit
 def operand(left, right, layout: gl.constexpr):
-    """The high and the low digits of integers of `for_digits`, two halves, as operands of a product over the columns."""
+    """High and low digits of integers of `for_digits`, in two halves, as operands of a product over the columns."""
     a, b = gl.split(left.reshape([64, 32, 2]))
     c, d = gl.split(right.reshape([64, 32, 2]))
     asm: gl.constexpr = """
