@@ -151,15 +151,17 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("case", CASES)
-def test_options(case: str) -> None:
+def test_options(case: str, head_dim: int) -> None:
     options, extra = CASES[case]
-    s = Shape()
+    s = Shape(head_dim=head_dim, v_dim=head_dim)
     check(operands(s) | (extras(s)[extra] if extra else {}), options)
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "v_dim", "dtype"), [(128, 128, "float16"), (72, 16, "bfloat16"), (256, 96, "bfloat16")]
+    ("head_dim", "v_dim", "dtype"),
+    [(128, 128, "float16"), (40, 128, "bfloat16"), (96, 64, "float16"), (72, 16, "bfloat16"), (256, 96, "bfloat16")],
 )
 def test_head_dimensions(head_dim: int, v_dim: int, dtype: str) -> None:
     check(operands(Shape(1, 2, 1, 200, 260, head_dim, v_dim, dtype)), CAUSAL)
