@@ -243,7 +243,9 @@ def _by_integers(case: Case, tile: int = 16) -> tuple[Any, Any, Any]:
     p, x = problem.problem_of(d, tensors["q"]), problem.extras(tensors)
     bounds_ = rows_launch.fill_bounds(p, tensors["k"], tensors["v"], x)
     given = [tensors["o"], tensors["do"], tensors["lse"], tensors.get("dlse")]
-    rows = rows_launch.fill_rows(p, *given, x, bounds_)
+    rest = torch.full(a["q"].shape, 7, dtype=torch.int32)
+    rows = rows_launch.fill_rows(p, *given, x, (bounds_, rest))
+    assert not rest.any()
     integers = np.zeros((*a["q"].shape[:3], a["q"].shape[3]), np.int64)
     dq = np.zeros(integers.shape)
     wide = {name: x.astype(np.float64) for name, x in {**a, "o": got["o"], "lse": got["lse"]}.items()}

@@ -148,7 +148,9 @@ class RowsInNumPy:
         return torch.from_numpy(found).view(torch.int32)
 
     @staticmethod
-    def fill_rows(p: Any, o: Any, do: Any, lse: Any, dlse: Any, x: Any, bounds: Any) -> Any:
+    def fill_rows(p: Any, o: Any, do: Any, lse: Any, dlse: Any, x: Any, fixed: Any) -> Any:
+        bounds, integers = fixed
+        integers.zero_()
         norms = np.repeat(wide(bounds.view(torch.float32))[..., -1:], p.groups, 1)
         values = np.full((3, p.batch, p.heads, p.pitch), 0.0, np.float32)
         values[0] = np.inf

@@ -145,8 +145,9 @@ def test_passes_over_rows_compile(target: str) -> None:
 
     def fixed() -> None:
         bounds = rows_launch.fill_bounds(p, o, o, x)
-        rows = rows_launch.fill_rows(p, o, o, torch.empty(2, 4, 2048), None, x, bounds)
-        rows_launch.fixed_to_float(p, torch.empty(o.shape, dtype=torch.int32), rows, bounds, o, x)
+        integers = torch.empty(o.shape, dtype=torch.int32)
+        rows = rows_launch.fill_rows(p, o, o, torch.empty(2, 4, 2048), None, x, (bounds, integers))
+        rows_launch.fixed_to_float(p, integers, rows, bounds, o, x)
 
     found = kernels_of(target, fixed)
     assert found.keys() == {"attention_bounds", "attention_rows", "fixed_to_float"}

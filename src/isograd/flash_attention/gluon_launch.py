@@ -199,8 +199,8 @@ def backward(d: Any, a: Arguments, config: BackwardTiles | None = None) -> None:
     dq, dk, dv = outputs["dq"], outputs["dk"], outputs["dv"]
     triton_launch.note_starts(p, d.operation, x)
     bounds = rows_launch.fill_bounds(p, k, v, x)
-    rows = rows_launch.fill_rows(p, o, do, a["lse"], a.get("dlse"), x, bounds)
-    integers = torch.zeros(d.q_shape, dtype=torch.int32, device=q.device)
+    integers = torch.empty(d.q_shape, dtype=torch.int32, device=q.device)
+    rows = rows_launch.fill_rows(p, o, do, a["lse"], a.get("dlse"), x, (bounds, integers))
     packed = p.sequences is not None
     blocks = (
         _block(q, tile.queries, packed),

@@ -120,15 +120,16 @@ def attention_bounds(
 
 @triton.jit(do_not_specialize=["lq"])
 def attention_rows(
-    o_ptr, do_ptr, lse_ptr, dlse_ptr, bounds_ptr, rows_ptr, q_starts_ptr, batch, heads, group, lq, pitch, sequences,
-    o_strides, do_strides, inverse,
-    DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, DLSE: tl.constexpr, FIXED: tl.constexpr,
+    o_ptr, do_ptr, lse_ptr, dlse_ptr, bounds_ptr, rows_ptr, fixed_ptr, q_starts_ptr, batch, heads, group, lq, pitch,
+    sequences, o_strides, do_strides, inverse,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, DLSE: tl.constexpr, FIXED: tl.constexpr,
     EXACT: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Rows [2 or 3, B, H, pitch]: lse in base 2, +inf where no key is visible or no row is; D; a third number.
 
-    With FIXED that is 2**(30 - e_i), NaN where marked; with EXACT what rounding has left of the first. A sequence's
-    rows start at a multiple of masks.PAD, see `masks.slot_of_sequence`; what lies between belongs to no row.
+    With FIXED that is 2**(30 - e_i), NaN where marked, and the integers of dq [B, H, L, D] become 0; with EXACT it is
+    what rounding has left of the first. A sequence's rows start at a multiple of masks.PAD, see
+    `masks.slot_of_sequence`; what lies between belongs to no row.
     """
     pid = tl.program_id(0)
     head = pid // (pitch // ROWS)
@@ -142,9 +143,15 @@ def attention_rows(
         z, block = masks.find_sequence(q_starts_ptr, sequences, lq, slot // masks.PAD, masks.PAD)
         first, lq = masks.rows_of_sequence(q_starts_ptr, z, sequences, lq)
         row = block * masks.PAD + slot % masks.PAD
-        lq = tl.where(z < sequences, lq, 0)  # tokens behind the last sequence add nothing to a sum
     i = row + tl.arange(0, ROWS)
-    inside, wide = i < lq, first.to(tl.int64)
+    wide = first.to(tl.int64)
+    if FIXED:
+        d = tl.arange(0, BD)
+        at = fixed_ptr + ((zb * heads + h) * tokens + wide + i)[:, None] * D + d[None, :]
+        tl.store(at, tl.zeros((ROWS, BD), tl.int32), mask=(i < lq)[:, None] & (d < D)[None, :])
+    if PACKED:
+        lq = tl.where(z < sequences, lq, 0)  # tokens behind the last sequence add nothing to a sum
+    inside = i < lq
     o_at = zb * o_strides[0] + h.to(tl.int64) * o_strides[1] + wide * o_strides[2]
     do_at = zb * do_strides[0] + h.to(tl.int64) * do_strides[1] + wide * do_strides[2]
     do = load_rows(do_ptr, do_at, i, inside, do_strides[2], DV, BDV)

@@ -49,10 +49,9 @@ def fill_bounds(p: Problem, k: torch.Tensor, v: torch.Tensor, x: Extras) -> torc
 
 @kept
 def _rows(p: Problem, strides: tuple[Strides, ...], dlse: bool, fixed: bool) -> Launcher:
-    _, v_dim, block, v_block = p.widths
-    rows = _rows_at_once(v_block)
+    rows = _rows_at_once(p.widths[-1])
     shape = (p.batch, p.heads, p.groups, p.lq, p.pitch, p.sequences or 0)
-    flags = (v_dim, block, v_block, dlse, fixed, p.exact, p.sequences is not None, rows)
+    flags = (*p.widths, dlse, fixed, p.exact, p.sequences is not None, rows)
     tail = (*shape, *strides, float(p.options.dropout_factor), *flags)
     return Launcher(triton_rows.attention_rows, Specification(tail, p.pitch // rows * p.heads * p.batch))
 
@@ -64,15 +63,19 @@ def fill_rows(
     lse: torch.Tensor,
     dlse: torch.Tensor | None,
     x: Extras,
-    bounds: torch.Tensor | None = None,
+    fixed: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Rows [2 or 3, B, H, pitch] of `triton_rows.attention_rows`; with bounds also those of the fixed point."""
-    count = 2 if bounds is None and not p.exact else 3
+    """Rows [2 or 3, B, H, pitch] of `triton_rows.attention_rows`.
+
+    With fixed, the bounds of `fill_bounds` and room for the integers of dq, also those of the fixed point.
+    """
+    count = 2 if fixed is None and not p.exact else 3
     rows = torch.empty(count, p.batch, p.heads, p.pitch, dtype=torch.float32, device=o.device)
     if rows.numel():
         lse, gradient = lse.contiguous(), lse if dlse is None else dlse.contiguous()
-        launcher = _rows(p, (row_strides(o), row_strides(do)), dlse is not None, bounds is not None)
-        launcher(o, do, lse, gradient, lse if bounds is None else bounds, rows, x.q_starts)
+        launcher = _rows(p, (row_strides(o), row_strides(do)), dlse is not None, fixed is not None)
+        bounds, integers = (lse, lse) if fixed is None else fixed
+        launcher(o, do, lse, gradient, bounds, rows, integers, x.q_starts)
     return rows
 
 
