@@ -4,7 +4,7 @@
 
 transformers' Llama, hidden size 4,096, 4 layers, 16,384 tokens in sequences of 2,048 and of 8,192, bfloat16, AdamW of
 torch: the step of an unmodified model; with norms, gated activations, embedding, loss and attention of isograd; with
-its linear layers as well, by the products of 16-bit integers; and with attention by such products, which before is that of
+its linear layers as well, by products of 16-bit integers; and with attention by such products, which before is that of
 isograd's flash kernel, whose bits are those of one kind of machine. Milliseconds are medians of whole steps.
 """
 

@@ -49,7 +49,7 @@ def fill_bounds(p: Problem, k: torch.Tensor, v: torch.Tensor, x: Extras) -> torc
 
 @kept
 def _rows(p: Problem, strides: tuple[Strides, ...], dlse: bool, fixed: bool) -> Launcher:
-    rows = _rows_at_once(p.widths[-1])
+    rows = _rows_at_once(p.widths[-1] // 2)
     shape = (p.batch, p.heads, p.groups, p.lq, p.pitch, p.sequences or 0)
     flags = (*p.widths, dlse, fixed, p.exact, p.sequences is not None, rows)
     tail = (*shape, *strides, float(p.options.dropout_factor), *flags)
