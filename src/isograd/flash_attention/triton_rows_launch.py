@@ -6,7 +6,7 @@ from isograd.devices.triton_launcher import Launcher, Specification, kept
 from isograd.flash_attention import triton_rows
 from isograd.flash_attention import triton_tiles as tiles
 from isograd.flash_attention.descriptors import AttentionDeltaDescriptor
-from isograd.flash_attention.triton_problem import Arguments, Extras, Problem, Strides, row_strides
+from isograd.flash_attention.triton_problem import PAD, Arguments, Extras, Problem, Strides, row_strides
 
 
 def _rows_at_once(width: int) -> int:
@@ -49,7 +49,7 @@ def fill_bounds(p: Problem, k: torch.Tensor, v: torch.Tensor, x: Extras) -> torc
 
 @kept
 def _rows(p: Problem, strides: tuple[Strides, ...], dlse: bool, fixed: bool) -> Launcher:
-    rows = _rows_at_once(p.widths[-1] // 2)
+    rows = min(2 * _rows_at_once(p.widths[-1]), PAD)
     shape = (p.batch, p.heads, p.groups, p.lq, p.pitch, p.sequences or 0)
     flags = (*p.widths, dlse, fixed, p.exact, p.sequences is not None, rows)
     tail = (*shape, *strides, float(p.options.dropout_factor), *flags)
