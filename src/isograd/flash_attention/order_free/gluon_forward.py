@@ -28,16 +28,25 @@ _MAGIC_BITS = gl.constexpr((128 * ops.MAGIC_BITS_32.value + (1 << 31)) % (1 << 3
 @gluon.jit
 def _tile(
     starts, problem,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, LOWER_RIGHT: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr, LOWER_RIGHT: gl.constexpr, CACHED: gl.constexpr,
 ):  # fmt: skip
-    """Where a program works: (sequence, batch element, head), (first query, first row), rows, keys, ends, slots."""
+    """Where a program works.
+
+    (sequence, batch element, head), (first row in memory, in the sequence), (queries, keys, ends of the window), slots
+    of queries and of keys, 1 if the cache has a length that is out of range.
+    """
     tiles, batch, heads, together, lq, lk, left, right, sequences = problem
-    q_starts_ptr, k_starts_ptr = starts
+    q_starts_ptr, k_starts_ptr, used_ptr = starts
     tile, h, z = masks.place(tiles, heads, batch, together, RIGHT)
     all_q = lq
     all_k = lk
     z, zb, tile, q_first, lq, _, lk = masks.locate(q_starts_ptr, k_starts_ptr, z, tile, lq, lk, sequences, ROWS, PACKED)
     first = tile * ROWS
+    wrong = tile * 0
+    if CACHED:
+        used = gl.load(used_ptr + z)
+        lk = gl.maximum(used, 0)
+        wrong = (used < 0).to(gl.int32)
     if LOWER_RIGHT:
         left += lk - lq
         right += lk - lq
@@ -46,12 +55,12 @@ def _tile(
     if PACKED:
         q_slot += masks.slot_of_sequence(q_starts_ptr, z, all_q).to(gl.int32)
         k_slot = masks.slot_of_sequence(k_starts_ptr, gl.minimum(z, sequences), all_k).to(gl.int32)
-    return z, zb, h, q_first, first, lq, lk, left, right, q_slot, k_slot
+    return (z, zb, h), (q_first, first), (lq, lk, left, right), (q_slot, k_slot), wrong
 
 
 @gluon.jit
 def _produce(
-    descs, k_numbers_ptr, buffers, barriers, starts, used_ptr, problem, group, q_pitch, k_pitch,
+    descs, k_numbers_ptr, buffers, barriers, starts, problem, group, q_pitch, k_pitch,
     BD: gl.constexpr, BDV: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACKED: gl.constexpr,
     LOWER_RIGHT: gl.constexpr, CACHED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -59,10 +68,12 @@ def _produce(
     q_desc, k_desc, v_desc = descs
     q_smem, k_smem, v_smem, o_smem, numbers = buffers
     q_full, k_full, k_empty, v_full, v_empty, n_full, n_empty = barriers
-    z, zb, h, _, first, lq, lk, left, right, q_slot, k_slot = _tile(starts, problem, LEFT, RIGHT, PACKED, LOWER_RIGHT)
+    where, places, sizes, slots, wrong = _tile(starts, problem, LEFT, RIGHT, PACKED, LOWER_RIGHT, CACHED)
+    z, zb, h = where
+    first = places[1]
+    lq, lk, left, right = sizes
+    q_slot, k_slot = slots
     heads = problem[2]
-    if CACHED:
-        lk = gl.maximum(gl.load(used_ptr + z), 0)
     if first < lq:
         begin, _, _, end = masks.other_tiles(first, lk, left, right, ROWS, BLOCK, LEFT, RIGHT)
         q_row = (zb * heads + h).to(gl.int32) * q_pitch + q_slot
@@ -188,7 +199,7 @@ def _step(
 
 @gluon.jit
 def _consume(
-    q_numbers_ptr, k_numbers_ptr, o_ptr, lse_ptr, sinks_ptr, used_ptr, buffers, barriers, starts, problem, group,
+    q_numbers_ptr, k_numbers_ptr, o_ptr, lse_ptr, sinks_ptr, buffers, barriers, starts, problem, group,
     q_pitch, k_pitch, o_strides, cap, reach, inverse, DV: gl.constexpr, BD: gl.constexpr,
     BDV: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, SOFTCAP: gl.constexpr, PACKED: gl.constexpr,
     LOWER_RIGHT: gl.constexpr, SINKS: gl.constexpr, CACHED: gl.constexpr, STAGES: gl.constexpr,
@@ -197,9 +208,11 @@ def _consume(
     q_smem, k_smem, v_smem, o_smem, numbers = buffers
     q_full, k_full, k_empty, v_full, v_empty, n_full, n_empty = barriers
     _, batch, heads, _, tokens, _, _, _, sequences = problem
-    z, zb, h, q_first, first, lq, lk, left, right, q_slot, k_slot = _tile(
-        starts, problem, LEFT, RIGHT, PACKED, LOWER_RIGHT
-    )
+    where, places, sizes, slots, wrong = _tile(starts, problem, LEFT, RIGHT, PACKED, LOWER_RIGHT, CACHED)
+    z, zb, h = where
+    q_first, first = places
+    lq, lk, left, right = sizes
+    q_slot, k_slot = slots
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
     half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
     split, _ = products.halves(gl.zeros([ROWS, BLOCK], gl.int32, layout))
@@ -207,9 +220,6 @@ def _consume(
     lines: gl.constexpr = gl.SliceLayout(1, held)
     half_lines: gl.constexpr = gl.SliceLayout(1, half)
     PARTS: gl.constexpr = BDV // 64
-    if CACHED:
-        used = gl.load(used_ptr + z)
-        lk = gl.maximum(used, 0)
     if first < lq:
         kv_heads = heads // group
         begin, full, full_end, end = masks.other_tiles(first, lk, left, right, ROWS, BLOCK, LEFT, RIGHT)
@@ -231,13 +241,13 @@ def _consume(
         top = gl.full([ROWS], _NOTHING, gl.int32, lines)
         bad = gl.zeros([ROWS], gl.int32, lines)
         if CACHED:
-            bad += (used < 0).to(gl.int32)
+            bad += wrong
         if SINKS:
             sink = gl.load(sinks_ptr + h).to(gl.float32) + gl.zeros([ROWS], gl.float32, lines)
             if PACKED:
                 sink = gl.where(z < sequences, sink, float("-inf"))
-            top, sums, wrong = triton._with_sink(sink, top, sums)
-            bad += wrong
+            top, sums, no_number = triton._with_sink(sink, top, sums)
+            bad += no_number
         mbarrier.wait(q_full, 0)
         q_high = q_smem.index(0)
         q_low = q_smem.index(1)
@@ -319,19 +329,19 @@ def order_free_forward_hopper(
     buffers = (q_smem, k_smem, v_smem, o_smem, numbers)
     barriers = (q_full, k_full, k_empty, v_full, v_empty, n_full, n_empty)
     problem = (tiles, batch, heads, together, lq, lk, left, right, sequences)
-    starts = (q_starts_ptr, k_starts_ptr)
+    starts = (q_starts_ptr, k_starts_ptr, used_ptr)
     descs = (q_desc, k_desc, v_desc)
     gl.warp_specialize(
         [
             (
                 _consume,
-                (q_numbers_ptr, k_numbers_ptr, o_ptr, lse_ptr, sinks_ptr, used_ptr, buffers, barriers, starts,
+                (q_numbers_ptr, k_numbers_ptr, o_ptr, lse_ptr, sinks_ptr, buffers, barriers, starts,
                  problem, group, q_pitch, k_pitch, o_strides, cap, reach, inverse, DV, BD, BDV, LEFT, RIGHT,
                  SOFTCAP, PACKED, LOWER_RIGHT, SINKS, CACHED, STAGES),
             ),
             (
                 _produce,
-                (descs, k_numbers_ptr, buffers, barriers, starts, used_ptr, problem, group, q_pitch, k_pitch, BD, BDV,
+                (descs, k_numbers_ptr, buffers, barriers, starts, problem, group, q_pitch, k_pitch, BD, BDV,
                  LEFT, RIGHT, PACKED, LOWER_RIGHT, CACHED, STAGES),
             ),
         ],
