@@ -182,7 +182,9 @@ def _step(
     added = gl.fma(shares.to(gl.float32), integers.power(mine - 22 - new), sums * fade)
     sums = gl.where(some, added, sums)
     # A block that hides everything from a row adds 0 times -0, which leaves zeros of either sign.
-    unit = gl.convert_layout(gl.where(some, integers.power(u - 22 - new), -0.0), half_lines)[:, None]
+    # Triton before 3.9 takes -0.0 for 0.0.
+    unit = ops.negate(gl.where(some, ops.negate(integers.power(u - 22 - new)), 0.0))
+    unit = gl.convert_layout(unit, half_lines)[:, None]
     fade = gl.convert_layout(gl.where(some, fade, 1.0), half_lines)[:, None]
     mbarrier.wait(v_full.index(at), phase)
     v = 2 * PARTS * at
