@@ -1,4 +1,4 @@
-"""Eight and sixteen processes: the bits of one, for training, spread classes and spread layers."""
+"""Eight and sixteen processes, and 64 ranks that are threads: the bits of one, in training and for what is spread."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,10 @@ if not torch.distributed.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
 sys.path.insert(0, str(Path(__file__).parent))
+import contexts  # noqa: E402
 import linears  # noqa: E402
+import thread_ranks  # noqa: E402
+import training  # noqa: E402
 import vocab  # noqa: E402
 from pool import Ranks  # noqa: E402
 
@@ -49,3 +52,40 @@ def test_spread_layers(many: Any, n: int) -> None:
         given = {"dtypes": DTYPES, "special": special}
         assert linears.differ(None, kind="even", **given) == []
         assert many.run("linears", "differ", n, TIMEOUT, kind="uneven", **given) == [[]] * n
+
+
+@pytest.mark.parametrize("n", COUNTS)
+def test_spread_sequences(many: Any, n: int) -> None:
+    given = {"cases": ["sinks", "short window"], "kinds": [("bfloat16", None), ("bfloat16", "int16")]}
+    assert many.run("contexts", "differ", n, TIMEOUT, kind="even", **given) == [[]] * n
+
+
+# --- threads ---------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that makes a group of so many threads."""
+    thread_ranks.install(monkeypatch.setattr)
+    monkeypatch.setattr(training, "UNITS", 64)
+    return thread_ranks.Group
+
+
+def test_one_digest_of_64_threads(threads: Any) -> None:
+    [right] = threads(1).run(training.train, kind="plain")
+    assert right
+    for ahead in (False, True):
+        assert set(threads(64).run(training.train, kind="plain", ahead=ahead)) == {right}
+
+
+@pytest.mark.parametrize("kind", ["even", "uneven", "gaps"])
+def test_64_threads(threads: Any, kind: str) -> None:
+    for special in (False, True):
+        given = {"dtypes": ["bfloat16"], "kind": kind, "special": special}
+        assert threads(64).run(linears.differ, **given) == [[]] * 64
+        for function in (vocab.losses_differ, vocab.softmax_differs):
+            assert threads(64).run(function, sizes=[5, 300], **given) == [[]] * 64
+
+
+@pytest.mark.parametrize("precision", [None, "int16"])
+def test_a_sequence_over_64_threads(threads: Any, precision: str | None) -> None:
+    given = {"cases": ["sinks", "short window"], "kinds": [("bfloat16", precision)]}
+    assert threads(64).run(contexts.differ, kind="even", **given) == [[]] * 64

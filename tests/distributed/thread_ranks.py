@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from isograd.torch.distributed import context_pieces
+from isograd.torch.distributed import buckets, context_pieces
 
 _here = threading.local()
 
@@ -56,13 +56,22 @@ class Group:
         return found
 
 
-def all_reduce(x: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+class Done:
+    """Work that has ended."""
+
+    def wait(self) -> None:
+        pass
+
+
+def all_reduce(x: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Done:
     theirs = torch.stack(group.exchange(x))
     x.copy_(theirs.amax(0) if op == dist.ReduceOp.MAX else theirs.sum(0))
+    return Done()
 
 
-def all_gather_into_tensor(everyone: torch.Tensor, x: torch.Tensor, group: Any = None) -> None:
+def all_gather_into_tensor(everyone: torch.Tensor, x: torch.Tensor, group: Any = None, async_op: bool = False) -> Done:
     everyone.copy_(torch.cat(group.exchange(x)))
+    return Done()
 
 
 def all_gather(everyone: list[torch.Tensor], x: torch.Tensor, group: Any = None) -> None:
@@ -76,6 +85,7 @@ def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
     put(dist, "all_reduce", all_reduce)
     put(dist, "all_gather", all_gather)
     put(context_pieces, "gather", all_gather_into_tensor)
+    put(buckets, "gather", all_gather_into_tensor)
     put(dist, "get_world_size", lambda group: group.size)
     put(dist, "get_rank", lambda group: here())
     put(dist, "get_process_group_ranks", lambda group: list(range(group.size)))
