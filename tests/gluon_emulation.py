@@ -5,29 +5,43 @@ loads at some later time by a thread of their own. A buffer that is written too 
 wait that is missing then shows as a wrong result, an error or a deadlock.
 """
 
+import importlib.util
+import inspect
 import queue
 import random
+import re
 import sys
+import tempfile
 import threading
 import time
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
 import torch
 import triton
 
-from isograd.flash_attention import gluon_steps
-from isograd.numerics.reference import narrow
+from isograd.numerics import reference as ref
 
 BFLOAT16, FLOAT16, FLOAT32 = (np.dtype(t) for t in (ml_dtypes.bfloat16, np.float16, np.float32))
-_PATIENCE = 20.0  # seconds until a wait counts as a deadlock
+_PATIENCE = 600.0  # seconds until a wait ends that should have ended
 _here = threading.local()
 
 
 class Tensor(np.ndarray):
-    """An array with a tensor's methods."""
+    """An array with a tensor's methods, whose dtype numbers that go with it take; `x += y` makes a new one."""
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **rest: Any) -> Any:
+        found = getattr(ufunc, method)(*(_plain(x) for x in inputs), **rest)
+        if out is None or isinstance(out[0], Tensor):
+            return _tensor(found)
+        out[0][...] = found
+        return out[0]
 
     def to(self, dtype: Any, bitcast: bool = False) -> "Tensor":
         return self.view(dtype) if bitcast else self.astype(dtype)
@@ -37,7 +51,13 @@ class Tensor(np.ndarray):
 
     @property
     def type(self) -> Any:
-        return types.SimpleNamespace(layout=None)
+        return types.SimpleNamespace(layout=types.SimpleNamespace(parent=None))
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.view(np.ndarray)
+    return int(x) if isinstance(x, _Index) else x
 
 
 def _tensor(values: Any) -> Any:
@@ -54,6 +74,9 @@ class Pointer:
 
     def __add__(self, offset: Any) -> "Pointer":
         return Pointer(self.array, self.offset + offset)
+
+    def __getitem__(self, key: Any) -> "Pointer":
+        return Pointer(self.array, self.offset[key])
 
 
 class Described:
@@ -143,8 +166,19 @@ class Barrier:
 
     def wait(self, phase: int) -> None:
         with self.changed:
-            if not self.changed.wait_for(lambda: self.phase != phase, _PATIENCE):
-                raise TimeoutError("deadlock")
+            _until(lambda: self.phase != phase)
+
+
+def _until(condition: Any) -> None:
+    """Wait for a change of barriers, unless none will come."""
+    launch = _here.program.launch
+    launch.waiting.append(condition)
+    launch.look_for_deadlock()
+    if not Barrier.changed.wait_for(lambda: condition() or launch.errors, _PATIENCE):
+        raise TimeoutError("a wait without an end")
+    launch.waiting.remove(condition)
+    if not condition():
+        raise RuntimeError("another thread has failed")
 
 
 class Barriers(list[Barrier]):
@@ -184,7 +218,35 @@ def _arithmetic(text: str, values: list[Any]) -> Any:
     if text.startswith("cvt.rni.s32.f32"):
         x = np.nan_to_num(np.rint(np.asarray(values[0]).astype(np.float64)), nan=0.0)
         return _tensor(np.clip(x, -(2**31), 2**31 - 1).astype(np.int32))
+    if "prmt.b32" in text:
+        return _byte_permutations(text, values)
     raise NotImplementedError(text)
+
+
+def _byte_permutations(text: str, values: list[Any]) -> Any:
+    """Some `prmt` and `xor` with two results."""
+    registers = {f"${n}": np.asarray(x).view(np.uint32) for n, x in enumerate(values, 2)}
+
+    def operand(name: str) -> Any:
+        return np.uint32(int(name, 16)) if name.startswith("0x") else registers[name]
+
+    for line in (x.strip() for x in text.replace("{", "").replace("}", "").split(";")):
+        if not line or line.startswith(".reg"):
+            continue
+        name, target, *others = re.split(r",?\s+", line)
+        a, b, *rest = (operand(x) for x in others)
+        if name == "xor.b32":
+            registers[target] = a ^ b
+            continue
+        assert name == "prmt.b32"
+        sources = [x >> np.uint32(8 * i) & np.uint32(255) for x in (a, b) for i in range(4)]
+        found = np.zeros_like(a)
+        for i in range(4):
+            which = int(rest[0]) >> 4 * i & 15
+            assert which < 8
+            found |= sources[which] << np.uint32(8 * i)
+        registers[target] = found
+    return tuple(_tensor(registers[name].view(np.int32)) for name in ("$0", "$1"))
 
 
 class Program:
@@ -204,8 +266,8 @@ class Program:
             if state[0] == 2:
                 state[:] = [0, generation + 1]
                 Barrier.changed.notify_all()
-            elif kind == "bar.sync" and not Barrier.changed.wait_for(lambda: state[1] != generation, _PATIENCE):
-                raise TimeoutError("deadlock")
+            elif kind == "bar.sync":
+                _until(lambda: state[1] != generation)
 
 
 class Launch:
@@ -215,13 +277,32 @@ class Launch:
         self.programs, self.random = programs, random.Random(seed)
         self.loads: queue.Queue[Any] = queue.Queue()
         self.errors: list[BaseException] = []
+        # Threads of programs that are at work or wait, what they wait for, and loads on their way.
+        self.running, self.waiting, self.coming = 0, [], 0
+
+    def change(self, running: int = 0, coming: int = 0) -> None:
+        with Barrier.changed:
+            self.running += running
+            self.coming += coming
+            self.look_for_deadlock()
+
+    def look_for_deadlock(self) -> None:
+        """Whether every thread waits, and for what nothing will bring about."""
+        stuck = self.running == len(self.waiting) > 0 and self.coming == 0
+        if stuck and not self.errors and not any(condition() for condition in self.waiting):
+            self.failed(TimeoutError("deadlock"))
+
+    def failed(self, error: BaseException) -> None:
+        with Barrier.changed:
+            self.errors.append(error)
+            Barrier.changed.notify_all()
 
     def bring(self) -> None:
         """Serve loads, in an order of chance."""
         try:
             self._serve()
         except BaseException as error:
-            self.errors.append(error)
+            self.failed(error)
 
     def _serve(self) -> None:
         waiting: list[Any] = []
@@ -242,6 +323,7 @@ class Launch:
                 memory.array[...] = 0
                 memory.array[theirs] = ours
                 barrier.change(0, -memory.array.nbytes)
+                self.change(coming=-1)
 
     def thread(self, program: Program, function: Any, arguments: Any) -> threading.Thread:
         """A thread of a program."""
@@ -249,11 +331,14 @@ class Launch:
         def body() -> None:
             _here.program, _here.products, _here.stores = program, [], []
             try:
-                function(*arguments)
+                with np.errstate(all="ignore"):
+                    function(*arguments)
                 assert not _here.stores
             except BaseException as error:
-                self.errors.append(error)
+                self.failed(error)
+            self.change(running=-1)
 
+        self.change(running=1)
         thread = threading.Thread(target=body, daemon=True)
         thread.start()
         return thread
@@ -288,13 +373,11 @@ def _number(function: Any, whole: Any) -> Any:
 
 
 def _fma(a: Any, b: Any, c: Any) -> Any:
-    wide = [np.asarray(x).astype(np.float64) for x in (a, b, c)]
-    with np.errstate(all="ignore"):
-        return _tensor((wide[0] * wide[1] + wide[2]).astype(np.float32))
+    return _tensor(ref.fma(*(np.asarray(x, np.float32) for x in (a, b, c))))
 
 
 def _load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Any:
-    offsets, inside = np.broadcast_arrays(np.asarray(pointer.offset), np.asarray(mask))
+    offsets, inside = np.broadcast_arrays(np.asarray(pointer.offset), np.asarray(mask, bool))
     assert np.all((offsets[inside] >= 0) & (offsets[inside] < pointer.array.size))
     result = np.full(offsets.shape, other, pointer.array.dtype)
     result[inside] = pointer.array[offsets[inside]]
@@ -302,7 +385,8 @@ def _load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Any:
 
 
 def _store(pointer: Pointer, value: Any, mask: Any = True) -> None:
-    offsets, inside, values = np.broadcast_arrays(np.asarray(pointer.offset), np.asarray(mask), np.asarray(value))
+    offsets, inside, values = (np.asarray(pointer.offset), np.asarray(mask, bool), np.asarray(value))
+    offsets, inside, values = np.broadcast_arrays(offsets, inside, values)
     assert np.all((offsets[inside] >= 0) & (offsets[inside] < pointer.array.size))
     pointer.array[offsets[inside]] = values[inside]
 
@@ -323,13 +407,21 @@ def _assembly(text: str, constraints: str, values: Any, dtype: Any, is_pure: boo
 def _specialize(partitions: Any, warps: Any, registers: Any) -> None:
     program = _here.program
     threads = [program.launch.thread(program, function, arguments) for function, arguments in partitions]
+    program.launch.change(running=-1)
     for thread in threads:
         thread.join()
+    program.launch.change(running=1)
 
 
 def _where(condition: Any, a: Any, b: Any) -> Any:
+    if all(isinstance(x, (int, bool, np.bool_)) for x in (condition, a, b)):
+        return _Index(a if condition else b)
     dtypes = [x.dtype for x in (a, b) if hasattr(x, "dtype")] or [np.dtype(np.int32)]
-    return _tensor(np.where(condition, a, b).astype(np.result_type(*dtypes)))
+    return _tensor(np.where(_plain(condition), _plain(a), _plain(b)).astype(np.result_type(*dtypes)))
+
+
+def _sum(x: Any, axis: int) -> Any:
+    return _tensor(np.sum(np.asarray(x), axis, dtype=x.dtype if x.dtype == np.int32 else np.float32))
 
 
 def _layout(*arguments: Any) -> Any:
@@ -349,6 +441,7 @@ gl = types.SimpleNamespace(
     bfloat16=BFLOAT16,
     float16=FLOAT16,
     float32=FLOAT32,
+    float64=np.dtype(np.float64),
     int8=np.dtype(np.int8),
     int16=np.dtype(np.int16),
     int32=np.dtype(np.int32),
@@ -357,19 +450,21 @@ gl = types.SimpleNamespace(
     num_programs=lambda axis: _here.program.launch.programs,
     static_range=range,
     cdiv=lambda a, b: -(-a // b),
-    minimum=_number(np.minimum, min),
-    maximum=_number(np.maximum, max),
+    minimum=_number(np.fmin, min),
+    maximum=_number(np.fmax, max),
     where=_where,
     zeros=lambda shape, dtype, layout=None: _tensor(np.zeros(shape, dtype)),
     full=lambda shape, value, dtype, layout=None: _tensor(np.full(shape, value, dtype)),
     zeros_like=lambda x: _tensor(np.zeros_like(x)),
-    arange=lambda begin, end, layout: _tensor(np.arange(begin, end, dtype=np.int32)),
+    arange=lambda begin, end, layout=None: _tensor(np.arange(begin, end, dtype=np.int32)),
     abs=_number(np.abs, abs),
     exp2=_number(np.exp2, None),
     log2=_number(np.log2, None),
+    floor=_number(np.floor, None),
+    math=types.SimpleNamespace(div_rn=_number(np.divide, None)),
     fma=_fma,
-    max=lambda x, axis: _tensor(np.max(np.asarray(x), axis)),
-    sum=lambda x, axis: _tensor(np.sum(np.asarray(x), axis, dtype=np.float32)),
+    max=lambda x, axis: _tensor(np.fmax.reduce(np.asarray(x), axis)),
+    sum=_sum,
     split=_split,
     join=lambda a, b: _tensor(np.stack([a, b], -1)),
     convert_layout=lambda x, layout, assert_trivial=False: x,
@@ -388,10 +483,11 @@ gl = types.SimpleNamespace(
 
 
 class _Index(int):
-    """A number that the kernels widen."""
+    """A number that the kernels widen; it has no dtype of its own, as Python's have none."""
 
-    def to(self, dtype: Any) -> int:
-        return int(self)
+    def to(self, dtype: Any) -> "_Index":
+        assert -(1 << 8 * dtype.itemsize - 1) <= self < 1 << 8 * dtype.itemsize - 1
+        return self
 
 
 def _kept(operation: str) -> Any:
@@ -402,7 +498,9 @@ def _kept(operation: str) -> Any:
     return method
 
 
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordiv", "mod", "rmod"):
+for _name in (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordiv", "mod", "rmod", "lt", "le", "gt", "ge"
+):  # fmt: skip
     setattr(_Index, f"__{_name}__", _kept(f"__{_name}__"))
 
 
@@ -424,6 +522,7 @@ mbarrier.wait = _wait
 
 
 def _bring(descriptor: Described, coordinates: Any, barrier: Barrier, memory: Memory) -> None:
+    _here.program.launch.change(coming=1)
     _here.program.launch.loads.put((descriptor, list(coordinates), barrier, memory))
 
 
@@ -470,42 +569,71 @@ def _product_wait(outstanding: int, deps: Any) -> Any:
     return found[0] if len(found) == 1 else tuple(found)
 
 
-# What kernels call of `triton_ops`.
-_ops = types.SimpleNamespace(
-    pow2_32=lambda k: _tensor(((np.asarray(k, np.int32) + 127) << 23).view(np.float32)),
-    narrow=lambda x, dtype, native: _tensor(narrow(np.asarray(x), dtype)),
-)
+# What stands for the names of Triton, and for some functions of modules, wherever kernels call them.
+_NAMES: dict[str, Any] = {
+    "gl": gl,
+    "tl": gl,
+    "mbarrier": mbarrier,
+    "tma": types.SimpleNamespace(store_wait=_store_wait),
+    "fence_async_shared": lambda: None,
+    "warpgroup_mma": _product,
+    "warpgroup_mma_wait": _product_wait,
+}
+_FUNCTIONS: dict[str, dict[str, Any]] = {
+    "isograd.flash_attention.gluon_steps": {"load": _bring, "store": _later(_put), "add": _later(_accumulate)},
+    "isograd.flash_attention.order_free.gluon_integers": {"load": _bring},
+    "isograd.products.gluon_gemm": {"load": _bring},
+    "isograd.numerics.triton_ops": {"narrow": lambda x, dtype, native: _tensor(ref.narrow(np.asarray(x), dtype))},
+}
 
 
-def _rebuilt(module: Any, names: dict[str, Any]) -> types.SimpleNamespace:
-    """The functions of a module of kernels as plain functions over other globals."""
-    space = {**vars(module), **names}
-    space |= {name: value.value for name, value in space.items() if isinstance(value, triton.language.constexpr)}
-    for name, value in list(space.items()):
+def _rebuilt(module: Any, known: dict[str, Any]) -> types.SimpleNamespace:
+    """The functions of a module of kernels, and of those that it calls, as plain functions over `_NAMES`."""
+    name_of = module.__name__
+    if name_of in known:
+        return types.SimpleNamespace(**known[name_of])
+    space = known[name_of] = dict(vars(module))
+    for name, value in vars(module).items():
         function = getattr(value, "fn", None)
-        if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:
+        if name in _NAMES:
+            space[name] = _NAMES[name]
+        elif isinstance(value, triton.language.constexpr):
+            space[name] = value.value
+        elif isinstance(value, types.ModuleType) and value.__name__.startswith("isograd."):
+            space[name] = _rebuilt(sys.modules[value.__name__], known)
+        elif isinstance(function, types.FunctionType):
+            home = sys.modules[function.__module__]
+            if home is not module:
+                space[name] = getattr(_rebuilt(home, known), function.__name__)
+                continue
             space[name] = types.FunctionType(
                 function.__code__, space, name, function.__defaults__, function.__closure__
             )
+    space |= _FUNCTIONS.get(name_of, {})
     return types.SimpleNamespace(**space)
 
 
 def emulated(module: Any) -> types.SimpleNamespace:
     """The functions of a module of Hopper kernels, to be run by `Launch`."""
-    shared = _rebuilt(gluon_steps, {"gl": gl})
-    shared.load, shared.store, shared.add = _bring, _later(_put), _later(_accumulate)
-    names = {
-        "gl": gl,
-        "mbarrier": mbarrier,
-        "tma": types.SimpleNamespace(store_wait=_store_wait),
-        "fence_async_shared": lambda: None,
-        "warpgroup_mma": _product,
-        "warpgroup_mma_wait": _product_wait,
-        "steps": shared,
-        "load": _bring,
-        "ops": _ops,
-    }
-    return _rebuilt(module, names)
+    return _rebuilt(module, {})
+
+
+@contextmanager
+def planted(module: Any, line: str, place: int, text: str) -> Iterator[None]:
+    """Emulate a module with a fault: one of the places of a line, counted from 0, has another text."""
+    parts = inspect.getsource(module).split(line)
+    assert len(parts) > place + 1, line
+    source = line.join(parts[: place + 1]) + text + line.join(parts[place + 1 :])
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, Path(module.__file__).name)
+        file.write_text(source)
+        found = importlib.util.spec_from_file_location(module.__name__, file)
+        assert found is not None
+        assert found.loader is not None
+        changed = importlib.util.module_from_spec(found)
+        found.loader.exec_module(changed)
+        with mock.patch.dict(sys.modules, {module.__name__: changed}):
+            yield
 
 
 def array(tensor: torch.Tensor) -> np.ndarray:
@@ -517,6 +645,8 @@ def array(tensor: torch.Tensor) -> np.ndarray:
 
 def _memory(tensor: torch.Tensor) -> np.ndarray:
     """All that lies behind a tensor's base."""
+    if not tensor.numel():
+        return array(tensor.reshape(-1))
     extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return array(tensor.as_strided((extent,), (1,)))
 
@@ -527,7 +657,6 @@ def call(launcher: Any, *tensors: torch.Tensor, seed: int = 0) -> None:
     kernels = vars(emulated(sys.modules[launcher._kernel.fn.__module__]))
     blocks = len(launcher._blocks)
     described = [Described(_memory(t), b) for t, b in zip(tensors[:blocks], launcher._blocks, strict=True)]
-    # a tensor that stands for one that is not there may have any strides
-    pointers = [Pointer(array(t)) if t.is_contiguous() else None for t in tensors[blocks:]]
+    pointers = [Pointer(_memory(t)) for t in tensors[blocks:]]
     numbers = [_Index(x) if isinstance(x, int) else np.float32(x) if isinstance(x, float) else x for x in tail]
     Launch(programs, seed).run(kernels[launcher._kernel.__name__], [*described, *pointers, *numbers])

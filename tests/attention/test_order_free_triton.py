@@ -20,7 +20,7 @@ from isograd.flash_attention.order_free import triton_launch as launch  # noqa: 
 from isograd.reduction import cuda as reduction  # noqa: E402
 
 SCRIPT = Path(__file__).parent / "interpreted_order_free.py"
-SUITES = {"options": 11, "shapes": 27, "packed": 22, "strides": 2, "special": 29}
+SUITES = {"options": 11, "shapes": 27, "packed": 22, "strides": 2, "special": 29, "hopper": 17, "hopper_faults": 6}
 KERNELS = {
     "cut_queries",
     "cut_keys",
@@ -30,7 +30,7 @@ KERNELS = {
     "order_free_backward_keys",
     "order_free_backward_queries",
 }
-QUICK = ("options", "strides")
+QUICK = ("options", "strides", "hopper", "hopper_faults")
 
 
 @pytest.mark.parametrize("exhaustive", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["few", "all"])
