@@ -109,14 +109,46 @@ def resources(kernel: Any) -> dict[str, int]:
     return {"registers": int(registers[1]), "stack": int(stack[1]), "shared": shared}
 
 
-def kernels_of(target: str, call: Callable[[], Any], *modules: Any) -> dict[str, Any]:
-    """What `call` launches through modules, compiled for a target, by the kernels' names; nothing runs."""
+def sass(kernel: Any) -> str:
+    """The instructions of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def unordered(ptx: str) -> int:
+    """Arrivals at an mbarrier with shared memory used since the last barrier of the arriving warps.
+
+    One thread arrives for all of its partition; the others might still be at work.
+    """
+    count, used = 0, True
+    for line in ptx.splitlines():
+        if re.search(r"\bbar(rier)?(\.warp)?\.sync\b", line):
+            used = False
+        elif re.search(r"\b(ld|st)\.shared\b|\b(ld|st)matrix\b", line):
+            used = True
+        elif "mbarrier.arrive" in line and "expect_tx" not in line:
+            count += used
+    return count
+
+
+def kernels_of(target: str, call: Callable[[], Any], *modules: Any, apart: str = "") -> dict[str, Any]:
+    """What `call` launches through modules, compiled for a target, by the kernels' names; nothing runs.
+
+    apart: an argument whose values follow the names of the kernels that have it.
+    """
     found: dict[str, Any] = {}
 
     def record(self: Launcher, *tensors: Any, numbers: Any = ()) -> None:
         tail, options = self._specification.tail, self._specification.options
         shown = self.described(tensors)
-        found[self._kernel.__name__] = compiled(target, self._kernel, shown, tail, options, numbers)
+        name = self._kernel.__name__
+        values = dict(zip(self._kernel.arg_names[len(tensors) + len(numbers) :], tail, strict=True))
+        if apart in values:
+            name = f"{name} {values[apart]}"
+        found[name] = compiled(target, self._kernel, shown, tail, options, numbers)
 
     patches: list[Any] = [mock.patch.object(Launcher, "__call__", record)]
     for module in modules:

@@ -2,8 +2,6 @@
 
 import math
 import re
-import subprocess
-import tempfile
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -11,12 +9,12 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
-triton = pytest.importorskip("triton", reason="needs triton")
+pytest.importorskip("triton", reason="needs triton")
 
 import cached_sequences  # noqa: E402
 import gluon_emulation as emulation  # noqa: E402
 from choices import exhaustive, thorough  # noqa: E402
-from triton_targets import kernels_of, resources  # noqa: E402
+from triton_targets import kernels_of, resources, sass, unordered  # noqa: E402
 
 from isograd.core import registry  # noqa: E402
 from isograd.flash_attention import bounds, reference  # noqa: E402
@@ -365,30 +363,6 @@ def test_rows_over_a_cache_have_the_bits_of_whole_sequences(
 
 
 # --- compilation -----------------------------------------------------------------------------------------------------
-def sass(kernel: Any) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def unordered(ptx: str) -> int:
-    """Arrivals at an mbarrier with shared memory used since the last barrier of the arriving warps.
-
-    One thread arrives for all of its partition; the others might still be at work.
-    """
-    count, used = 0, True
-    for line in ptx.splitlines():
-        if re.search(r"\bbar(rier)?(\.warp)?\.sync\b", line):
-            used = False
-        elif re.search(r"\b(ld|st)\.shared\b|\b(ld|st)matrix\b", line):
-            used = True
-        elif "mbarrier.arrive" in line and "expect_tx" not in line:
-            count += used
-    return count
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
