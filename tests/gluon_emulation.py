@@ -1,8 +1,8 @@
 """The Hopper kernels' Python run on NumPy, one thread for each group of warps, to check their arithmetic and protocol.
 
 Asynchronous work is done as late as it may be: products when they are waited for, stores and reductions likewise, and
-loads at some later time by a thread of their own. A buffer that is written too early, a barrier in the wrong phase or a
-wait that is missing then shows as a wrong result, an error or a deadlock.
+loads at some later time by a thread of their own, until when garbage is in their place. A buffer that is written too
+early, a barrier in the wrong phase or a wait that is missing then shows as a wrong result, an error or a deadlock.
 """
 
 import importlib.util
@@ -287,10 +287,13 @@ class Launch:
             self.look_for_deadlock()
 
     def look_for_deadlock(self) -> None:
-        """Whether every thread waits, and for what nothing will bring about."""
-        stuck = self.running == len(self.waiting) > 0 and self.coming == 0
-        if stuck and not self.errors and not any(condition() for condition in self.waiting):
+        """Every thread may wait for what nothing will bring about."""
+        if self.coming == 0 and not self.errors and self.stuck():
             self.failed(TimeoutError("deadlock"))
+
+    def stuck(self) -> bool:
+        """Whether every thread waits, and has to."""
+        return self.running == len(self.waiting) > 0 and not any(condition() for condition in self.waiting)
 
     def failed(self, error: BaseException) -> None:
         with Barrier.changed:
@@ -298,7 +301,7 @@ class Launch:
             Barrier.changed.notify_all()
 
     def bring(self) -> None:
-        """Serve loads, in an order of chance."""
+        """Serve loads in an order of chance, half of them no sooner than all threads wait."""
         try:
             self._serve()
         except BaseException as error:
@@ -312,13 +315,16 @@ class Launch:
                     item = self.loads.get(timeout=0.0005 if waiting else None)
                     if item is None:
                         return
-                    waiting.append(item)
+                    waiting.append((*item, self.random.random() < 0.5))
                     if self.random.random() < 0.5:
                         break
             except queue.Empty:
                 pass
-            if waiting:
-                descriptor, coordinates, barrier, memory = waiting.pop(self.random.randrange(len(waiting)))
+            with Barrier.changed:
+                stuck = self.stuck()
+            ready = [n for n, (*_, late) in enumerate(waiting) if stuck or not late]
+            if ready:
+                descriptor, coordinates, barrier, memory, _ = waiting.pop(self.random.choice(ready))
                 ours, theirs = descriptor.parts(coordinates, memory.shape)
                 memory.array[...] = 0
                 memory.array[theirs] = ours
@@ -394,8 +400,16 @@ def _store(pointer: Pointer, value: Any, mask: Any = True) -> None:
 def _allocate(dtype: Any, shape: Any, layout: Any) -> Any:
     if layout == "mbarrier":
         return Barriers(Barrier() for _ in range(shape[0])) if len(shape) == 2 else Barrier()
-    garbage = np.full(shape, 0x7F, np.uint8 if dtype.itemsize == 1 else f"u{dtype.itemsize}")
-    return Memory(garbage.view(dtype).reshape(shape))
+    memory = np.empty(shape, dtype)
+    _fill_with_garbage(memory)
+    return Memory(memory)
+
+
+def _fill_with_garbage(array: np.ndarray) -> None:
+    """What is a large number or no number in every dtype."""
+    array.view(np.uint8 if array.itemsize == 1 else f"u{array.itemsize}")[...] = int.from_bytes(
+        b"\x7f" * array.itemsize
+    )
 
 
 def _assembly(text: str, constraints: str, values: Any, dtype: Any, is_pure: bool, pack: int) -> Any:
@@ -522,6 +536,7 @@ mbarrier.wait = _wait
 
 
 def _bring(descriptor: Described, coordinates: Any, barrier: Barrier, memory: Memory) -> None:
+    _fill_with_garbage(memory.array)  # from now on nobody may read there
     _here.program.launch.change(coming=1)
     _here.program.launch.loads.put((descriptor, list(coordinates), barrier, memory))
 
