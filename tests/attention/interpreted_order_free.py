@@ -48,9 +48,16 @@ SMALL = launch.Tile(64, 4, 1)
 
 
 def compute(
-    case: Case, change: Any = lambda t: t, tile: launch.Tile | None = SMALL, behind: slice = slice(0)
+    case: Case,
+    change: Any = lambda t: t,
+    tile: launch.Tile | None = SMALL,
+    behind: slice = slice(0),
+    absent: slice = slice(0),
 ) -> dict[str, Any]:
-    """o, lse and the gradients as arrays; `change` gives the rows other strides; o and lse are 5 in rows `behind`."""
+    """o, lse and the gradients as arrays; `change` gives the rows other strides.
+
+    The backward pass sees 5 as o and lse of rows `behind`, and -inf as lse of those that are `absent`.
+    """
     descriptor: Any = replace(described(case), dbias=False)
     given = {name: change(to_torch(x)) for name, x in case.arrays.items()}
     given |= {name: to_torch(x) for name, x in case.extra.items()}
@@ -58,6 +65,7 @@ def compute(
     launch.forward(descriptor, given, tile)
     forward = {name: to_numpy(given[name].clone()) for name in ("o", "lse")}
     given["o"][:, :, behind] = given["lse"][:, :, behind] = 5
+    given["lse"][:, :, absent] = -math.inf
     for name in ("q", "k", "v", "sinks"):
         if name in given:
             given["d" + name] = change(torch.full_like(given[name], 7)) if name in "qkv" else given[name] * 0 + 7
@@ -66,13 +74,14 @@ def compute(
     return forward | {name: to_numpy(given[name].contiguous()) for name in GRADIENTS if name in given}
 
 
-def right(case: Case, got: dict[str, Any], behind: slice = slice(0)) -> bool:
-    """Whether every result has the bits of the reference; the backward pass saw 5 in rows `behind` of o and lse."""
+def right(case: Case, got: dict[str, Any], behind: slice = slice(0), absent: slice = slice(0)) -> bool:
+    """Whether every result has the bits of the reference; `behind` and `absent` as in `compute`."""
     a, lse = case.arrays, case.extra.get("dlse")
     q, k, v, do = (a[name] for name in ("q", "k", "v", "do"))
     o, sums = reference.attention(q, k, v, case.options, case.inputs)
     seen = {name: got[name].copy() for name in ("o", "lse")}
     seen["o"][:, :, behind] = seen["lse"][:, :, behind] = 5
+    seen["lse"][:, :, absent] = -math.inf
     gradients = reference.attention_backward(do, q, k, v, *seen.values(), case.options, case.inputs, lse)
     wanted = {"o": o, "lse": sums, "dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv}
     if gradients.dsinks is not None:
@@ -203,7 +212,7 @@ class OnHopper(NamedTuple):
     sinks: bool = False
 
     def case(self, dtype: str) -> Case:
-        extra = {"sinks": extras(self.shape, "float32")["sinks"]["sinks"]} if self.sinks else {}
+        extra = {"sinks": np.linspace(1, -1, self.shape.heads, dtype=np.float32)} if self.sinks else {}
         for side, e in zip("qk", self.ends or (), strict=False):
             extra[f"cu_seqlens_{side}"] = np.array(e, np.int32)
         return Case(arrays(self.shape, dtype), self.options, extra)
@@ -213,14 +222,15 @@ HOPPER_FEW = {
     "full": OnHopper(S, PLAIN),
     "causal, shared heads, sinks": OnHopper(S._replace(heads=2, groups=2, lk=130), CAUSAL, None, True),
     "128": OnHopper(WIDE._replace(lq=40)),
-    "128 and 64, softcap": OnHopper(WIDE._replace(lq=40, lk=100, v_dim=64), AttentionOptions(softcap=2.0)),
-    "packed": OnHopper(S._replace(lq=223, lk=335), CAUSAL, ENDS),
-    "window, upper left": OnHopper(S._replace(lq=200, lk=300), UPPER),
+    "72 and 40, softcap": OnHopper(S._replace(lq=40, lk=100, head_dim=72, v_dim=40), AttentionOptions(softcap=2.0)),
+    "packed": OnHopper(S._replace(lq=223, lk=335), AttentionOptions(causal=True, scale=-0.2), ENDS, True),
+    "window, upper left": OnHopper(S._replace(lq=256, lk=300), UPPER),
 }
 HOPPER = HOPPER_FEW | {
     "batch": OnHopper(S._replace(batch=2, heads=2, lq=1, lk=300), PLAIN),
     "one key": OnHopper(S._replace(lq=130, lk=1), PLAIN),
     "64 and 128": OnHopper(S._replace(v_dim=128), CAUSAL, None, True),
+    "128 and 64": OnHopper(WIDE._replace(v_dim=64)),
     "40 and 72": OnHopper(S._replace(head_dim=40, v_dim=72), PLAIN),
     "rows without keys": OnHopper(S._replace(lq=200, lk=70)),
     "long": OnHopper(S._replace(lq=330, lk=650)),
@@ -245,13 +255,19 @@ def hopper() -> Iterator[tuple[str, bool]]:
         problem = chosen[name]
         behind = slice(0) if problem.ends is None else slice(problem.ends[0][-1], None)
         yield f"{name}, {dtype}", on_hopper(problem.case(dtype), n, behind)
-    for size, option in through((64, 128), (PLAIN, CAUSAL, AttentionOptions(softcap=3.0))):
-        a = arrays(S._replace(head_dim=size, v_dim=size), "bfloat16")
-        for name, places in (("q", (5, 66)), ("k", (3, 131)), ("v", (70, 130)), ("do", (9, 65))):
-            for place, value in zip(places, (math.nan, math.inf), strict=True):
-                a[name][0, 0, place] = a[name][0, 0, place] * value
-            a[name][0, 0, 20], a[name][0, 0, 21], a[name][0, 0, 22] = 0, 2.0**100, 2.0**-120
-        yield f"special, {size}, {option}", on_hopper(Case(a, option, {}))
+    values = ((5, math.nan), (135, math.inf), (140, 2.0**100), (69, 2.0**-120), (33, 0.0))
+    special = (CAUSAL, PLAIN, AttentionOptions(softcap=3.0))
+    for name, (place, value), option, size in around(8, ("q", "k", "v", "do"), values, special, (64, 128)):
+        a = arrays(Shape(1, 1, 1, 150, 150, size, size), "bfloat16")
+        a[name][0, 0, place] = value if value == 0.0 else a[name][0, 0, place] * abs(value)
+        yield f"{name} {place} {value} {size} {option}", on_hopper(Case(a, option, {}))
+    a = arrays(S._replace(lq=150), "bfloat16")
+    a["k"][0, 0, 120] = math.nan  # seen by absent queries alone
+    yield "absent queries", on_hopper(Case(a, CAUSAL, {}), absent=slice(100, None))
+    a = arrays(S._replace(lq=200, lk=300), "bfloat16")
+    a["v"][:, :, :128] *= 2.0**-110
+    a["v"][:, :, 128:] *= 2.0**-132  # nothing beside them; some rows do not see the last block
+    yield "zeros of either sign", on_hopper(Case(a, AttentionOptions(causal=True, scale=8.0), {}))
     for scale, sink in through((1e30, -1e30, 3e38, 1e-40), (math.inf, math.nan, 1e30, -1e30)):
         case = Case(
             arrays(S._replace(heads=2), "bfloat16"),
@@ -265,12 +281,12 @@ def hopper() -> Iterator[tuple[str, bool]]:
     yield "cache with a fault", over_a_cache(CAUSAL, None, True)
 
 
-def on_hopper(case: Case, seed: int = 0, behind: slice = slice(0)) -> bool:
+def on_hopper(case: Case, seed: int = 0, behind: slice = slice(0), absent: slice = slice(0)) -> bool:
     """Whether the kernels for Hopper are launched and have the bits of the reference."""
     launched: list[str] = []
     with emulate(launched, seed):
-        got = compute(case, tile=None, behind=behind)
-    return launched == [FORWARD, *[BACKWARD] * 3] and right(case, got, behind)
+        got = compute(case, tile=None, behind=behind, absent=absent)
+    return launched == [FORWARD, *[BACKWARD] * 3] and right(case, got, behind, absent)
 
 
 def over_a_cache(options: AttentionOptions, page_size: int | None, fault: bool = False) -> bool:

@@ -21,7 +21,7 @@ from isograd.flash_attention.order_free import triton_launch as launch  # noqa: 
 from isograd.reduction import cuda as reduction  # noqa: E402
 
 SCRIPT = Path(__file__).parent / "interpreted_order_free.py"
-SUITES = {"options": 11, "shapes": 27, "packed": 22, "strides": 2, "special": 29, "hopper": 17, "hopper_faults": 6}
+SUITES = {"options": 11, "shapes": 27, "packed": 22, "strides": 2, "special": 29, "hopper": 24, "hopper_faults": 6}
 KERNELS = {
     "cut_queries",
     "cut_keys",
