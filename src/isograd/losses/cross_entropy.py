@@ -1,5 +1,7 @@
 """cross_entropy and its gradient on arrays of every kind, piece by piece; `api.py` has what a user calls."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from isograd.core import arrays, functional
@@ -40,8 +42,7 @@ class Problem(NamedTuple):
     work: str
     device: str
     reduction: str
-    count: Any
-    classes: int
+    divisor: Callable[[], Any]  # what a mean divides by, found once
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -85,26 +86,22 @@ def problem(operation: str, logits: Any, targets: Any, weight: Any, options: Opt
     count = reductions.checked_count(operation, options.count, logits)
     fields = (shape, dtype, target_dtype, axis, weight is not None, ignored, smoothing, z_loss)
     row_shape = shape[:axis] + shape[axis + 1 :]
-    given = (operation, logits, targets, weight, fields, row_shape, work, device)
-    return Problem(*given, reduction, count, shape[axis])
+    if count is None and target_dtype not in INDEX_DTYPES:
+        count = arrays.size_of(row_shape)
 
+    @functools.cache
+    def divisor() -> Any:
+        if count is not None:
+            return reductions.scalar(count, work, logits)
+        return reductions.target_total(operation, targets, weight, shape[axis], ignored, work)
 
-def _divisor(given: Problem) -> Any:
-    """What a mean divides by."""
-    if given.count is not None:
-        return reductions.scalar(given.count, given.work, given.logits)
-    if given.fields[2] not in INDEX_DTYPES:
-        return reductions.scalar(arrays.size_of(given.row_shape), given.work, given.logits)
-    ignore_index = given.fields[5]
-    return reductions.target_total(
-        given.operation, given.targets, given.weight, given.classes, ignore_index, given.work
-    )
+    return Problem(operation, logits, targets, weight, fields, row_shape, work, device, reduction, divisor)
 
 
 def row_gradients(given: Problem, dloss: Any) -> Any:
     """The gradient of every row's loss from that of the reduced loss, in the rows' shape."""
     about = (given.work, given.logits, given.row_shape, given.reduction)
-    return reductions.row_gradients(given.operation, dloss, *about, lambda: _divisor(given))
+    return reductions.row_gradients(given.operation, dloss, *about, given.divisor)
 
 
 def forward(given: Problem) -> tuple[Any, Any]:
@@ -135,4 +132,4 @@ def fused(given: Problem, dlosses: Any, out: Any = None) -> tuple[Any, Any]:
 def reduced(given: Problem, losses: Any) -> Any:
     """The losses after the reduction, of the logits' kind."""
     about = (given.work, given.logits, given.reduction)
-    return reductions.reduced(given.operation, losses, *about, lambda: _divisor(given))
+    return reductions.reduced(given.operation, losses, *about, given.divisor)

@@ -1,5 +1,7 @@
 """linear_cross_entropy on arrays of every kind."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from isograd.core import arrays, functional
@@ -36,7 +38,7 @@ class LinearProblem(NamedTuple):
     work: str
     device: str
     reduction: str
-    count: Any
+    divisor: Callable[[], Any]  # what a mean divides by, found once
     preference: str | None
 
     @property
@@ -89,7 +91,15 @@ def problem(
     )
     count = reductions.checked_count(operation, options.count, hidden)
     preference = checked_preference(operation, options.preference)
-    return LinearProblem(operation, inputs, fields, shape[:-1], work, device, reduction, count, preference)
+
+    @functools.cache
+    def divisor() -> Any:
+        if count is not None:
+            return reductions.scalar(count, work, hidden)
+        given = (inputs["targets"], inputs.get("class_weight"), classes, fields[7], work)
+        return reductions.target_total(operation, *given)
+
+    return LinearProblem(operation, inputs, fields, shape[:-1], work, device, reduction, divisor, preference)
 
 
 def _chunk(operation: str, chunk: Any) -> int:
@@ -99,18 +109,10 @@ def _chunk(operation: str, chunk: Any) -> int:
     return rows
 
 
-def _divisor(given: LinearProblem) -> Any:
-    if given.count is not None:
-        return reductions.scalar(given.count, given.work, given.hidden)
-    classes, ignore_index = given.fields[2], given.fields[7]
-    weight = given.inputs.get("class_weight")
-    return reductions.target_total(given.operation, given.inputs["targets"], weight, classes, ignore_index, given.work)
-
-
 def row_gradients(given: LinearProblem, dloss: Any) -> Any:
     """The gradient of every row's loss from that of the reduced loss, flat."""
     about = (given.work, given.hidden, given.row_shape, given.reduction)
-    dlosses = reductions.row_gradients(given.operation, dloss, *about, lambda: _divisor(given))
+    dlosses = reductions.row_gradients(given.operation, dloss, *about, given.divisor)
     return functional.reshaped(given.operation, "dloss", dlosses, (given.fields[0],))
 
 
@@ -142,4 +144,4 @@ def reduced(given: LinearProblem, losses: Any) -> Any:
     if given.reduction == "none":
         return functional.reshaped(given.operation, "losses", losses, given.row_shape)
     about = (given.work, given.hidden, given.reduction)
-    return reductions.reduced(given.operation, losses, *about, lambda: _divisor(given))
+    return reductions.reduced(given.operation, losses, *about, given.divisor)

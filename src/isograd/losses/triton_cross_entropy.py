@@ -95,25 +95,36 @@ def _target_in_part(
 
 
 @triton.jit
+def _targets_here(target, BLOCK: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr):
+    """Where a tile has its rows' targets; what differs within a thread is known to the compiler."""
+    thread = tiles.broad(target.to(tl.int32)) - tl.arange(0, BLOCK // GROUP)[:, None, None, None] * V
+    p = tl.arange(0, GROUP // V)[None, None, :, None] * (BLOCK // GROUP * V)
+    return thread == p + tl.arange(0, V)[None, None, None, :]
+
+
+@triton.jit
 def _gradient(
-    x, column, target, own, kept, q, m, base, floor, bias, r, r_low, largest, factor, g, keep, spread,
+    x, hit, own, kept, q, m, base, floor, bias, r, r_low, largest, factor, g, keep, spread,
     MODE: tl.constexpr, short: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a tile; what a row has one of comes as [ROWS], q as a tile."""
+    if MODE == HARD:
+        # No exponential is above that of a row's maximum, so zeros make the gradient of an ignored row 0.
+        r, r_low, largest = tl.where(kept, r, 0.0), tl.where(kept, r_low, 0.0), tl.where(kept, largest, 0.0)
+        factor, g = tl.where(kept, factor, 0.0), tl.where(kept, g, 0.0)
     e, _ = rows.exponential(x, tiles.broad(base), tiles.broad(floor), tiles.broad(bias), short)
     every = tiles.broad(tl.full(m.shape, 1, tl.int32))
     # Rows that are not valid have NaN for their largest quotient.
     found = rows.find_largest(x, tiles.broad(m), every, tiles.broad(largest == largest), short, NATIVE)
     p = rows.softmax_output(e, found, tiles.broad(r), tiles.broad(r_low), tiles.broad(largest), short, NATIVE)
-    hit = column == tiles.broad(target)
     if MODE == HARD:
-        at = tl.fma(tiles.broad(factor), p, tiles.broad(ops.negate(g * own)))
-        dx = tl.where(hit, at, tiles.broad(factor) * p)
+        # An fma that adds -0 is a product.
+        return tl.fma(tiles.broad(factor), p, tl.where(hit, tiles.broad(ops.negate(g * own)), -0.0))
     else:
         if MODE == SMOOTH:
             q = tl.where(hit, tiles.broad(keep * own + spread * own), spread * q)
         dx = tl.fma(tiles.broad(factor), p, ops.negate(tiles.broad(g) * q))
-    return tl.where(tiles.broad(kept), dx, 0.0)
+        return tl.where(tiles.broad(kept), dx, 0.0)
 
 
 @triton.jit
@@ -177,7 +188,7 @@ def forward(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     short: tl.constexpr = dtype.primitive_bitwidth == 16
     work: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
-    wide: tl.constexpr = LONG or not short
+    wide: tl.constexpr = LONG or dtype == tl.float64
     keep, spread = tl.load(numbers_ptr), tl.load(numbers_ptr + 1)
     row, outer = tiles.place(inner, ROWS)
     inside = row < inner
@@ -227,8 +238,11 @@ def forward(
         low_sum += low
     if wide:
         hi, lo = rows.wide_sum(high_sum, low_sum, dtype)
-    else:
+    elif short:
         lo = tl.sum(high_sum, axis=0)
+        hi = lo
+    else:
+        lo = rows.narrow_sum(high_sum, low_sum)
         hi = lo
     r, r_low = rows.softmax_factors(hi, lo, valid, short, LONG, wide, dtype)
     largest = rows.largest_output(m, base, floor, bias, r, r_low, valid, short)
@@ -328,8 +342,9 @@ def forward(
                     y_ptr, weight_ptr, row, column + start, mask, n, y_inner, y_axis, keep, spread, MODE, WEIGHTED,
                     INNER, NATIVE, work,
                 )  # fmt: skip
+            hit = _targets_here(target - start, BLOCK, GROUP, V)
             dx = _gradient(
-                x, column, target - start, own, kept, q, m, base, floor, bias, r, r_low, largest, factor, g,
+                x, hit, own, kept, q, m, base, floor, bias, r, r_low, largest, factor, g,
                 keep, spread, MODE, short, NATIVE,
             )  # fmt: skip
             pointers = _pointers(dx_ptr, row, column + start, dx_inner, dx_axis, INNER, VEC)
@@ -422,6 +437,8 @@ def backward(
     g = tl.load(dloss_ptr + memory.outer_offset(outer, outer_shape, g_outer) + row * g_inner, mask=inside, other=0.0)
     valid = ops.is_finite(m) & ~bad
     factor = tl.where(valid, g * total, float("nan"))
+    # The state of an ignored row knows no maximum; below infinity exponentials are finite.
+    m = tl.where(kept, m, float("inf"))
     base, floor, bias = rows.row_shift(m, short)
     largest = rows.largest_output(m, base, floor, bias, r, r_low, valid, short)
     for start in range(0, n, BLOCK):
@@ -436,8 +453,9 @@ def backward(
                 y_ptr, weight_ptr, row, column + start, mask, n, y_inner, y_axis, keep, spread, MODE, WEIGHTED, INNER,
                 NATIVE, work,
             )  # fmt: skip
+        hit = _targets_here(target - start, BLOCK, GROUP, V)
         dx = _gradient(
-            x, column, target - start, own, kept, q, m, base, floor, bias, r, r_low, largest, factor, g,
+            x, hit, own, kept, q, m, base, floor, bias, r, r_low, largest, factor, g,
             keep, spread, MODE, short, NATIVE,
         )  # fmt: skip
         pointers = _pointers(dx_ptr, row, column + start, dx_inner, dx_axis, INNER, VEC)

@@ -85,12 +85,14 @@ def _forward(problem: _Problem, fused: bool) -> Specification:
     long_row = problem.n > (SHORT_ROW if problem.itemsize == 2 else INT32_ROW)
     flags = (problem.mode, fused, problem.stateful, problem.weighted, problem.z)
     tail = (*problem.sizes, *flags, *problem.tile, held, long_row, problem.config.native)
-    return Specification(tail, problem.programs, problem.config.warps, free=problem.free)
+    config = problem.config
+    return Specification(tail, problem.programs, config.warps, registers=config.registers or None, free=problem.free)
 
 
 def _backward(problem: _Problem, in_part: bool) -> Specification:
     tail = (*problem.sizes, problem.mode, problem.weighted, in_part, *problem.tile, problem.config.native)
-    return Specification(tail, problem.programs, problem.config.warps, free=problem.free)
+    config = problem.config
+    return Specification(tail, problem.programs, config.warps, registers=config.registers or None, free=problem.free)
 
 
 @functools.lru_cache(maxsize=256)
