@@ -183,7 +183,9 @@ def router_separated(
         y = _finished(w, K, RENORMALIZE, SCALED, SCALE)
         _store_chosen(w_ptr, i_ptr, y, where, row, tokens, K, w_row, w_column, i_row, i_column)
     else:
-        more = (pieces.count_from(packed, last) != K + 1).to(tl.int32)
+        # Read once more, so that nobody has to keep it until here.
+        x = _load_tile(x_ptr, row, column, tokens, n, x_row, x_column, float("-inf"), NATIVE)
+        more = (pieces.count_from(pieces.pack(x, column, LOW), last) != K + 1).to(tl.int32)
         if tl.max(tl.maximum(close, tl.where(row < tokens, more, 0)), axis=0) == 0:
             y = _finished(w, K, RENORMALIZE, SCALED, SCALE)
             _store_chosen(w_ptr, i_ptr, y, where, row, tokens, K, w_row, w_column, i_row, i_column)
