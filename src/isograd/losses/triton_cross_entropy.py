@@ -118,8 +118,9 @@ def _gradient(
     found = rows.find_largest(x, tiles.broad(m), every, tiles.broad(largest == largest), short, NATIVE)
     p = rows.softmax_output(e, found, tiles.broad(r), tiles.broad(r_low), tiles.broad(largest), short, NATIVE)
     if MODE == HARD:
-        # An fma that adds -0 is a product.
-        return tl.fma(tiles.broad(factor), p, tl.where(hit, tiles.broad(ops.negate(g * own)), -0.0))
+        # An fma that adds -0 is a product; a literal -0.0 is 0.0 to some versions of Triton.
+        nothing = ops.negate(tl.zeros_like(p))
+        return tl.fma(tiles.broad(factor), p, tl.where(hit, tiles.broad(ops.negate(g * own)), nothing))
     else:
         if MODE == SMOOTH:
             q = tl.where(hit, tiles.broad(keep * own + spread * own), spread * q)
