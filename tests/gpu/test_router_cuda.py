@@ -95,12 +95,14 @@ def test_routers(dtype: str, n: int, k: int) -> None:
 def test_tilings_give_equal_bits(dtype: str) -> None:
     x = torch.randn(1003, 256, device="cuda").to(getattr(torch, dtype))
     found, gradients = set(), set()
-    for rows, group, warps in ((8, 8, 4), (4, 16, 4), (8, 16, 4), (2, 8, 1), (16, 16, 8)):
+    for rows, group, warps, registers in (
+        (8, 8, 4, None), (4, 16, 4, None), (8, 16, 4, None), (2, 8, 1, None), (2, 16, 1, 80), (16, 16, 8, None),
+    ):  # fmt: skip
         tile = launch.Tile(256, rows, group, 16 // x.element_size(), warps)
         for separated in (False, True):
             w = torch.full((1003, 8), 7.0, device="cuda")
             e = torch.full((1003, 8), 7, dtype=torch.int64, device="cuda")
-            config = launch.RouterConfiguration(tile, separated)
+            config = launch.RouterConfiguration(tile, separated, registers)
             launch.moe_router(x, None, w, e, renormalize=True, config=config)
             found.add((to_numpy(w).tobytes(), to_numpy(e).tobytes()))
         dx = torch.full_like(x, 7)

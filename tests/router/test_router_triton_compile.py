@@ -66,8 +66,9 @@ def others(dtype: str) -> dict[str, Callable[[], None]]:
 def test_the_router_on_hopper(dtype: str) -> None:
     for call, name in ((forward(dtype), "router_separated"), (backward(dtype), "router_backward")):
         needs = resources(kernels_of("sm_90", call)[name])
-        assert needs["stack"] <= 8  # none with Triton 3.6
-        assert needs["registers"] <= 128
+        # The stack is for rows that leave the short cut.
+        assert needs["stack"] <= 96
+        assert needs["registers"] <= (80 if name == "router_separated" else 128)
         assert needs["shared"] <= 1024
 
 
@@ -104,6 +105,7 @@ def test_the_others_compile(target: str, dtype: str) -> None:
 def test_configurations_depend_on_nothing_but_their_arguments() -> None:
     assert launch.router_configuration(256, 8, 4, True) == launch.router_configuration(256, 8, 4, True)
     assert launch.router_configuration(256, 8, 4, True).separated
+    assert launch.router_configuration(256, 8, 4, True).tile == launch.Tile(256, 2, 16, 4, 1)
     assert not launch.router_configuration(256, 8, 8, True).separated
     assert not launch.router_configuration(256, 8, 4, False).separated
     assert not launch.router_configuration(8, 2, 4, True).separated

@@ -89,10 +89,11 @@ def _scale(scale: float, dtype: torch.dtype) -> tuple[bool, float]:
 
 # --- the router ------------------------------------------------------------------------------------------------------
 class RouterConfiguration(NamedTuple):
-    """The tile of a router, and whether the short cut for separated logits is taken."""
+    """The tile of a router, whether the short cut for separated logits is taken, and what registers a thread has."""
 
     tile: Tile
     separated: bool
+    registers: int | None = None
 
 
 def router_configuration(n: int, k: int, itemsize: int, plain: bool) -> RouterConfiguration:
@@ -100,6 +101,9 @@ def router_configuration(n: int, k: int, itemsize: int, plain: bool) -> RouterCo
     separated = plain and itemsize < 8 and 64 <= power_of_two(n) <= 1024 and k < n and k <= _MOST_SEPARATED
     chosen = tile(n, itemsize, power_of_two(k + 1) if separated else 1)
     separated = separated and chosen.group >= 4
+    if separated and chosen.group == 16:
+        # A warp waits for no other, and 24 of them find room.
+        return RouterConfiguration(chosen._replace(rows=chosen.rows // chosen.warps, warps=1), True, 80)
     return RouterConfiguration(chosen, separated)
 
 
@@ -134,7 +138,8 @@ def _router(p: _Router) -> Launcher:
     if p.config.separated:
         low = t.block.bit_length() - 1
         tail = (p.tokens, p.n, *p.strides, p.k, power_of_two(p.k), low, _exact(p.dtype, low), *fixed)
-        return Launcher(triton_kernels.router_separated, Specification(tail, programs, t.warps))
+        registers = p.config.registers if p.native else None
+        return Launcher(triton_kernels.router_separated, Specification(tail, programs, t.warps, registers=registers))
     sizes = (p.tokens, p.n, p.k, p.groups, p.group_k, *p.strides[:2], *p.bias_strides, *p.strides[2:])
     flags = (power_of_two(p.k), power_of_two(p.groups) if p.groups > 1 else 1, p.softmax, p.has_bias, p.bias_rows)
     return Launcher(triton_kernels.router_tile, Specification((*sizes, *flags, *fixed), programs, t.warps))
