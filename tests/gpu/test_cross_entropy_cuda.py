@@ -107,6 +107,27 @@ def test_long_rows(dtype: str, n: int) -> None:
     check(p)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_rows_of_a_warp(dtype: str) -> None:
+    rng = np.random.default_rng(13)
+    for n, weighted in ((1024, False), (1000, False), (1024, True)):
+        p = problem(rng, (131, n), NUMPY[dtype], weighted=weighted, z_loss=1e-3 if weighted else 0.0, ignored=0.1)
+        p.logits[::3, ::5] = -np.inf  # probabilities of 0 under gradients of both signs
+        p.logits[1, 7], p.logits[2, 7] = np.inf, np.nan
+        check(p)
+
+
+def test_the_constant_gradient_of_a_loss_serves_every_mode() -> None:
+    x, t = torch.randn(9, 50, device="cuda"), torch.arange(9, device="cuda")
+    found = []
+    for inference in (True, False):
+        with torch.inference_mode(inference):
+            found.append(ig.cross_entropy(x, t, return_gradient=True, dloss=0.75)[1])
+    found.append(ig.cross_entropy(x, t, return_gradient=True, dloss=torch.tensor(0.75, device="cuda"))[1])
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
 def test_more_rows_than_clusters() -> None:
     rng = np.random.default_rng(1)
     check(problem(rng, (700, 16_384), ml_dtypes.bfloat16))

@@ -117,11 +117,16 @@ def _inserted(strides: tuple[int, ...], axis: int) -> tuple[int, ...]:
     return (*strides[:axis], 0, *strides[axis:])
 
 
-def _tiles(n: int, itemsize: int, arch: int, contiguous: bool, inner: int) -> Configuration:
-    """As softmax's, but that one block of 16 warps fills a processor: fewer long rows at a time stay in the cache."""
+def _tiles(n: int, itemsize: int, arch: int, contiguous: bool, inner: int, plain: bool) -> Configuration:
+    """As softmax's, but that one block of 16 warps fills a processor: fewer long rows at a time stay in the cache.
+
+    plain: losses and gradients at once, by the targets alone. A warp a row that it fills leaves room for more warps.
+    """
     config = configuration(n, itemsize, "log_softmax", arch, contiguous, inner, False)
     if config.variant == "loop" and contiguous:
         return config._replace(block=32768 // itemsize, warps=16)
+    if plain and contiguous and config.native and itemsize == 2 and n == 1024:
+        return config._replace(rows=1, warps=1, group=32, registers=64)
     return config
 
 
@@ -132,10 +137,12 @@ def _problem(
 ) -> _Problem:  # fmt: skip
     n, values = descriptor.classes, scalars(descriptor, None)
     problem = rows(descriptor.shape, strides, descriptor.axis)
-    if config is None:
-        config = _tiles(n, itemsize, arch, _contiguous(n, problem), problem.inner)
     mode = kernels.SMOOTH if values.spread else kernels.HARD
     mode = mode if descriptor.by_index else kernels.PROBABILITIES
+    if config is None:
+        plain = mode is kernels.HARD and not (descriptor.weighted or values.z)
+        plain = plain and descriptor.operation == "cross_entropy_gradient"
+        config = _tiles(n, itemsize, arch, _contiguous(n, problem), problem.inner, plain)
     # One that no index can have stands for one that int64 cannot hold.
     ignored = descriptor.ignore_index if -(2**63) <= descriptor.ignore_index < 2**63 else -(2**63)
     flags = (mode.value, descriptor.weighted, bool(values.z))

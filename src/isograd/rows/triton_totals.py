@@ -11,20 +11,15 @@ from isograd.numerics import triton_memory as memory
 from isograd.numerics import triton_ops as ops
 
 _BLOCK = 1024
-_ALONE = 1 << 16  # targets that one program counts
-_CHUNK = 1 << 13  # that each of several counts
+_CHUNK = 1 << 13  # targets that a program counts: memory takes as long to answer as to send these
 
 
-@triton.jit(do_not_specialize=["count", "chunk", "step", "ignore_index"])
-def count_targets(target_ptr, out_ptr, count, chunk, step, ignore_index, BLOCK: tl.constexpr):
-    """Count the targets of a chunk that are not ignored."""
-    first = tl.program_id(0).to(tl.int64) * chunk
-    ignored = memory.wide_int(ignore_index)
-    found = tl.zeros((BLOCK,), tl.int64)
-    for start in range(0, chunk, BLOCK):
-        place = first + start + tl.arange(0, BLOCK)
-        target = tl.load(target_ptr + place * step, mask=place < count, other=0).to(tl.int64)
-        found += ((place < count) & (target != ignored)).to(tl.int64)
+@triton.jit(do_not_specialize=["count", "step", "ignore_index"])
+def count_targets(target_ptr, out_ptr, count, step, ignore_index, BLOCK: tl.constexpr):
+    """Count the targets of a block that are not ignored."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    target = tl.load(target_ptr + place * step, mask=place < count, other=0).to(tl.int64)
+    found = ((place < count) & (target != memory.wide_int(ignore_index))).to(tl.int32)
     tl.store(out_ptr + tl.program_id(0), tl.sum(found, axis=0).to(out_ptr.dtype.element_ty))
 
 
@@ -60,8 +55,8 @@ def divide(a_ptr, b_ptr, out_ptr, count, step, BLOCK: tl.constexpr):
     tl.store(out_ptr + place, tl.where(quotient == quotient, quotient, float("nan")), mask=mask)
 
 
-def _as_it_is(tail: tuple[int, ...], programs: int) -> Specification:
-    return Specification(tail, programs)
+def _as_it_is(tail: tuple[int, ...], programs: int, warps: int = 4) -> Specification:
+    return Specification(tail, programs, warps)
 
 
 def divided(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -89,11 +84,9 @@ def target_total(
             launch(target_weights, (flat, weight.contiguous(), own), _as_it_is, tail, -(-count // _BLOCK))
         return own
     out = torch.empty((), dtype=work, device=flat.device)
-    if count <= _ALONE:
-        launch(count_targets, (flat, out), _as_it_is, (count, count, step, ignored, _BLOCK), 1)
-        return out
-    programs = -(-count // _CHUNK)
-    parts = torch.empty(programs, dtype=torch.int64, device=flat.device)
-    launch(count_targets, (flat, parts), _as_it_is, (count, _CHUNK, step, ignored, _BLOCK), programs)
-    launch(add_counts, (parts, out), _as_it_is, (programs, _BLOCK), 1)
+    programs = max(-(-count // _CHUNK), 1)
+    parts = out if programs == 1 else torch.empty(programs, dtype=torch.int64, device=flat.device)
+    launch(count_targets, (flat, parts), _as_it_is, (count, step, ignored, _CHUNK), programs, 16)
+    if programs > 1:
+        launch(add_counts, (parts, out), _as_it_is, (programs, _BLOCK), 1)
     return out
