@@ -124,6 +124,33 @@ def test_distillation_in_place_and_of_another_width() -> None:
         assert raw(logits) == expected
 
 
+@pytest.mark.parametrize(("dtype", "n", "count"), [("float32", 4096, 2000), ("bfloat16", 40_000, 150)])
+def test_clusters_take_one_row_after_another(dtype: str, n: int, count: int) -> None:
+    """More rows than there are clusters, a few of all kinds in a random order."""
+    rng = np.random.default_rng(7)
+    few = [np.concatenate([values(rng, f, (4, n), NUMPY[dtype]) for f in FLAVOURS]) for _ in range(2)]
+    g, which = values(rng, "normal", (20,), np.float32), rng.integers(0, 20, count)
+    options: dict[str, Any] = {"temperature": 2.0, "reduction": "none"}
+    with np.errstate(all="ignore"):
+        losses = reference("distillation_loss")(*few, **options)
+        dx = reference("distillation_loss_backward")(g, *few, **options)
+    many = [to_torch(a[which]) for a in (g, *few)]
+    assert raw(ig.distillation_loss(*many[1:], **options)) == raw(losses[which])
+    assert raw(ig.distillation_loss_backward(*many, **options)) == raw(dx[which])
+    ig.distillation_loss_backward(*many, **options, out=many[1])
+    assert raw(many[1]) == raw(dx[which])
+
+
+def test_long_rows_at_any_place() -> None:
+    rng = np.random.default_rng(8)
+    x, t = (rng.standard_normal((20, 4128)).astype(ml_dtypes.bfloat16) for _ in range(2))
+    wide = [to_torch(a) for a in (x, t)]
+    for first, n in ((16, 4096), (8, 4112), (1, 4096), (0, 4104)):  # at multiples of 16 elements, of 16 bytes, of less
+        with np.errstate(all="ignore"):
+            right = reference("distillation_loss")(x[:, first : first + n], t[:, first : first + n], reduction="none")
+        assert raw(ig.distillation_loss(*(a[:, first : first + n] for a in wide), reduction="none")) == raw(right)
+
+
 def test_a_bad_index_makes_its_row_nan_and_is_reported() -> None:
     rng = np.random.default_rng(3)
     x = rng.standard_normal((9, 50)).astype(np.float32)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -48,9 +49,8 @@ OPERATIONS = (
 )
 
 
-def call(operation: str, problem: str) -> Any:
-    """A function that launches an operation."""
-    name, count, n = PROBLEMS[problem]
+def call(operation: str, name: str, count: int, n: int) -> Any:
+    """A function that launches an operation on rows of a dtype."""
     shape, dtype, work = (count, n), getattr(torch, name), getattr(torch, compute_dtype(name))
     x = torch.zeros(shape, dtype=dtype)
     top, backward = operation.startswith("top"), operation.endswith("backward")
@@ -77,7 +77,7 @@ def test_amd(operation: str) -> None:
 
 
 def check_compiled(operation: str, problem: str, target: str) -> None:
-    found = triton_targets.kernels_of(target, call(operation, problem), launch, reduction)
+    found = triton_targets.kernels_of(target, call(operation, *PROBLEMS[problem]), launch, reduction)
     assert found
     for name, kernel in found.items():
         need = resources(kernel)
@@ -88,7 +88,33 @@ def check_compiled(operation: str, problem: str, target: str) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize(("operation", "dtype", "n"), [
+    ("distillation_loss", "bfloat16", 32_000), ("distillation_loss_backward", "float32", 32_768),
+    ("distillation_loss", "float32", 65_536), ("distillation_loss_backward", "bfloat16", 4096),
+])  # fmt: skip
+def test_long_rows_are_read_once(operation: str, dtype: str, n: int) -> None:
+    ((name, kernel),) = triton_targets.kernels_of("sm_90", call(operation, dtype, 64, n), launch, reduction).items()
+    assert name == ("gradient_staged" if operation.endswith("backward") else "distillation_staged")
+    # Copies of the first row and, in the loop, of the next one.
+    assert kernel.asm["ptx"].count("cp.async.commit_group") == 2
+    need = resources(kernel)
+    assert need["stack"] <= 384
+    assert need["registers"] <= 128
+    assert need["shared"] <= 72 * 1024
+
+
+@pytest.mark.parametrize(
+    ("dtype", "n"), [("float32", 4095), ("float32", 128_256), ("float64", 8192), ("bfloat16", 40_008)]
+)
+def test_other_rows_are_read_in_passes(dtype: str, n: int) -> None:
+    x = torch.zeros((2, n), dtype=getattr(torch, dtype))
+    numbers = (0, 0, 0, 0)
+    with mock.patch.object(launch, "architecture", return_value=90):
+        assert not launch._run_staged((x, x, x[:, 0]), (x.stride(), x.stride(), (1, 0)), None, numbers, False)
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("target", sorted(TARGETS.keys() - {"sm_90", "gfx942"}))
 def test_compiles_elsewhere(operation: str, target: str) -> None:
-    assert triton_targets.kernels_of(target, call(operation, "rows"), launch, reduction)
+    assert triton_targets.kernels_of(target, call(operation, *PROBLEMS["rows"]), launch, reduction)

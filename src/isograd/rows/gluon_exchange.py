@@ -10,7 +10,7 @@ There are two boxes, `first` for keys and `second` for sums, and a kernel uses t
 only by threads that took part in the exchange in between, which every reader of the box joined after reading. The
 parity says whether an exchange of a kind is an even or an odd one, from 0.
 
-`setup`, `maximum`, `extremes` and `total` serve a row that all threads share. The functions on strips serve
+`setup`, `maximum`, `extremes`, `total` and `totals` serve a row that all threads share. The functions on strips serve
 neighbouring rows: LANES lanes hold different rows, RV of them each; warps, or the two halves of a warp, hold different
 columns of all of them.
 """
@@ -74,6 +74,13 @@ def _maximum(ctas: int, warps: int) -> str:
     return text.replace("@parity", "$2")
 
 
+def _maximum_again(ctas: int, warps: int) -> str:
+    """$0 = what the last exchange of maxima found; $1 is any number."""
+    read = "{guard}ld.shared.b32 y, [a+{at}]; {guard}max.s32 x, x, y;\n"
+    text = "{ .reg .pred p; .reg .b32 lane, a, b, x, y; mov.u32 lane, %laneid; mov.b32 x, 0x80000000;\n"
+    return text + _collect(ctas, warps, "first", read) + "redux.sync.max.s32 $0, x, 0xffffffff;\n}"
+
+
 def _extremes(ctas: int, warps: int) -> str:
     """$0, $1 = maximum of $2, minimum of $3; parity $4."""
     read = (
@@ -117,6 +124,39 @@ def _sum_with(warp_sum: str, ctas: int, warps: int) -> str:
         + "}"
     )
     return text.replace("@parity", "$2")
+
+
+def _totals(ctas: int, warps: int) -> str:
+    """$0, $1 = sums of $2 and $3; parity $4."""
+    lines = [
+        _HEAD + ".reg .b64 f, w;",
+        _WARP_SUM.format(value="$2", result="d") + _WARP_SUM.format(value="$3", result="w"),
+        "mov.u32 b, isograd_second;",
+    ]
+    if ctas == 1:
+        lines.append("shr.u32 a, t, 1; and.b32 a, a, 0xfffffff0; add.u32 a, a, b; setp.eq.u32 p, lane, 0;")
+        lines.append("@p st.shared.v2.b64 [a], {d, w}; bar.sync 0;")
+    else:
+        lines += [
+            f"mov.u32 a, %cluster_ctarank; shr.u32 z, t, 5; mad.lo.u32 a, a, {warps}, z; mad.lo.u32 a, a, 16, b;",
+            "mov.u32 z, isograd_second_arrival;",
+            f"setp.lt.u32 p, lane, {ctas};",
+            "@p mapa.shared::cluster.u32 a, a, lane; @p mapa.shared::cluster.u32 b, z, lane;",
+            "@p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b64 [a], {d, w}, [b];",
+            "setp.eq.u32 p, t, 0;",
+            f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [z], {ctas * warps * 16};",
+            "wait: mbarrier.try_wait.parity.shared::cta.b64 p, [z], $4;",
+            "@!p bra wait;",
+            "bar.warp.sync 0xffffffff;",
+        ]
+    slots = ctas * warps
+    guard = "@p " if slots < 32 else ""
+    lines.append("mov.u32 b, isograd_second; mad.lo.u32 a, lane, 16, b; mov.b64 d, 0; mov.b64 w, 0;")
+    lines.append(f"setp.lt.u32 p, lane, {slots};")
+    for i in range(0, slots, 32):
+        lines.append(f"{guard}ld.shared.v2.b64 {{e, f}}, [a+{16 * i}]; {guard}add.s64 d, d, e; {guard}add.s64 w, w, f;")
+    lines.append(_WARP_SUM.format(value="d", result="$0") + _WARP_SUM.format(value="w", result="$1"))
+    return "\n".join([*lines, "}"])
 
 
 def _pipe(ctas: int, warps: int, warp_sum: str) -> str:
@@ -172,9 +212,10 @@ _ARRIVALS = """.shared .align 8 .b64 isograd_first_arrival;
 """ + _arrivals("isograd_first_arrival", "isograd_second_arrival")
 
 
-def _setup(ctas: int, warps: int) -> str:
+def _setup(ctas: int, warps: int, sums: int = 1) -> str:
     """Declare the boxes, and wait until every block of the cluster has prepared its own; $0 = $1."""
-    text = "".join(f".shared .align 16 .b8 isograd_{box}[{8 * ctas * warps}];\n" for box in ("first", "second"))
+    sizes = {"first": 8, "second": 8 * sums}
+    text = "".join(f".shared .align 16 .b8 isograd_{box}[{size * ctas * warps}];\n" for box, size in sizes.items())
     return text + (_ARRIVALS if ctas > 1 else "") + "mov.b32 $0, $1;"
 
 
@@ -190,10 +231,13 @@ def _pipe_setup(ctas: int, warps: int) -> str:
 _SIZES = [(ctas, warps) for ctas in (1, 2, 4, 8, 16) for warps in (1, 2, 4, 8, 16, 32)]
 _TEXT = {
     "setup": {size: _setup(*size) for size in _SIZES},
+    "setup_for_two": {size: _setup(*size, 2) for size in _SIZES},
     "maximum": {size: _maximum(*size) for size in _SIZES},
+    "maximum_again": {size: _maximum_again(*size) for size in _SIZES},
     "extremes": {size: _extremes(*size) for size in _SIZES},
     "sum": {size: _sum_with(_WARP_SUM, *size) for size in _SIZES},
     "short_sum": {size: _sum_with(_WARP_SUM_SHORT, *size) for size in _SIZES},
+    "totals": {size: _totals(*size) for size in _SIZES},
     "pipe_setup": {size: _pipe_setup(*size) for size in _SIZES},
     "pipe": {size: _pipe(*size, _WARP_SUM) for size in _SIZES},
     "pipe_short": {size: _pipe(*size, _WARP_SUM_SHORT) for size in _SIZES},
@@ -213,10 +257,31 @@ def setup(v, ctas: gl.constexpr):
 
 
 @gluon.jit
+def setup_for_two(v, ctas: gl.constexpr):
+    """As `setup`, where `totals` is used."""
+    asm: gl.constexpr = _text("setup_for_two", ctas, gl.num_warps())
+    return gl.inline_asm_elementwise(asm, "=r,r", [v], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def maximum(key, parity, ctas: gl.constexpr):
     """The maximum of an int32 a thread."""
     asm: gl.constexpr = _text("maximum", ctas, gl.num_warps())
     return gl.inline_asm_elementwise(asm, "=r,r,r", [key, parity], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def maximum_again(ctas: gl.constexpr):
+    """What the last `maximum` found, as a number by which a program may branch."""
+    asm: gl.constexpr = _text("maximum_again", ctas, gl.num_warps())
+    return gl.inline_asm_elementwise(asm, "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def of_neighbour(v):
+    """What the other lane of each two has."""
+    asm: gl.constexpr = "shfl.sync.bfly.b32 $0, $1, 1, 31, 0xffffffff;"
+    return gl.inline_asm_elementwise(asm, "=f,f", [v], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -233,6 +298,15 @@ def total(value, parity, short: gl.constexpr, ctas: gl.constexpr):
     """The sum of an int64 a thread; `short` sums stay below 2**48."""
     asm: gl.constexpr = _text("short_sum" if short else "sum", ctas, gl.num_warps())
     return gl.inline_asm_elementwise(asm, "=l,l,r", [value, parity], dtype=gl.int64, is_pure=False, pack=1)
+
+
+@gluon.jit
+def totals(value, other, parity, ctas: gl.constexpr):
+    """The sums of two int64 a thread."""
+    asm: gl.constexpr = _text("totals", ctas, gl.num_warps())
+    return gl.inline_asm_elementwise(
+        asm, "=&l,=&l,l,l,r", [value, other, parity], dtype=(gl.int64, gl.int64), is_pure=False, pack=1
+    )
 
 
 @gluon.jit

@@ -1,5 +1,6 @@
 """The distillation loss in Triton: how the kernels of `triton_rows.py` and `triton_top.py` are launched."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,9 +10,12 @@ from isograd.core import faults
 from isograd.core.kernel import launcher
 from isograd.devices.triton_launcher import Launcher, Specification, architecture, c_strides, kept, power_of_two, rows
 from isograd.numerics.losses import divisor
+from isograd.ops.distillation_loss import gluon_rows as long_rows
 from isograd.ops.distillation_loss import triton_rows, triton_top
 from isograd.ops.distillation_loss.reference import temperature_of
 from isograd.reduction import cuda as reduction
+from isograd.rows import gluon_rows
+from isograd.rows.triton_configuration import clustered
 from isograd.rows.triton_launch import Tile, tile, words_of
 from isograd.rows.triton_totals import divided
 from isograd.runtime.fenv import default_environment
@@ -54,6 +58,53 @@ def _rows(shape: Strides, strides: tuple[Strides, ...], axis: int, fixed: _Fixed
     return Launcher(fixed.kernel, Specification(tail, programs, size.warps, free=free))
 
 
+# --- long rows, on Hopper and its successor --------------------------------------------------------------------------
+@kept
+def _staged(kernel: Any, before: tuple[int, ...], sizes: Strides, dtype: Any, colder: bool) -> Launcher:
+    n_rows, n = sizes[:2]
+    # 32 elements of both operands a thread.
+    config = clustered("staged", power_of_two(n), dtype.itemsize, 32 * dtype.itemsize, 4, 128)
+    masked = config.block * config.ctas != n
+    tile_ = (config.block, config.ctas, config.group, config.vector, masked)
+    layouts = (gluon_rows.layout_of(config), gluon_rows.shared_layout_of(config))
+    tail = (*before, *sizes, colder, *tile_, *layouts)
+    free = ("divisor", "n_rows") if before else ("n_rows",)
+    options = {"registers": config.registers, "ctas": config.ctas, "stays": True, "free": free}
+    return Launcher(kernel, Specification(tail, n_rows, config.warps, **options))
+
+
+def _run_staged(
+    tensors: Sequence[torch.Tensor],
+    strides: Sequence[Strides],
+    share: int | None,
+    numbers: tuple[int, ...],
+    colder: bool,
+) -> bool:
+    """Run the kernel for long rows, if it serves the problem: rows of neighbours, multiples of 16 elements apart.
+
+    Of rows above 2**16 elements too few are held at a time: passes are as fast.
+
+    (student, teacher, losses), or (gradient of the losses, student, teacher, that of the student) with a share.
+    """
+    whole = (0, 1) if share is None else (1, 2, 3)
+    x, dtypes = tensors[whole[0]], {tensors[i].dtype for i in whole}
+    n, itemsize = x.shape[-1], x.element_size()
+    if len(dtypes) > 1 or itemsize == 8 or not 4096 <= n <= 1 << 16 or not 90 <= architecture(x) < 110:
+        return False
+    problem = rows(tuple(x.shape), strides, x.dim() - 1)
+    # The compiler is told of multiples of 16 elements; by less, copies of 16-bit elements would be too narrow.
+    places = [n]
+    for i in whole:
+        places += [problem.inner_strides[i], tensors[i].data_ptr()]
+    if problem.outer_shape or any(problem.axis_strides[i] != 1 for i in whole) or any(p % 16 for p in places):
+        return False
+    kernel = long_rows.distillation_staged if share is None else long_rows.gradient_staged
+    before = () if share is None else (share,)
+    sizes = (problem.inner, n, *problem.inner_strides)
+    _staged(kernel, before, sizes, x.dtype, colder)(*tensors, numbers=numbers)
+    return True
+
+
 def _reduced(losses: torch.Tensor, share: int) -> torch.Tensor:
     if losses.numel() == 0:
         return losses.new_full((), 0.0 if share else float("nan"))
@@ -89,6 +140,10 @@ def _run(
         strides += [indices.stride(), c_strides(indices.shape)]
         after = (problem.classes, faults.code(problem.operation, "indices", False))
     strides.append(out.stride() if backward else _inserted(out.stride(), axis))
+    if indices is None and size is None:
+        colder = bool(factors.inverse > 1)
+        if _run_staged((*tensors, out), strides, share if backward else None, numbers, colder):
+            return
     top = indices is not None
     module: Any = triton_top if top else triton_rows
     kernel = getattr(module, f"distillation_{'top_' if top else ''}{'gradient' if backward else 'rows'}")
