@@ -152,6 +152,7 @@ def test_long_rows_are_read_once(dtype, n, target):
         ((64, 128_256), "bfloat16", {"label_smoothing": 0.1}),
         ((64, 4096), "bfloat16", {}),
         ((64, 128_255), "bfloat16", {}),
+        ((64, 20_008), "bfloat16", {}),
         ((1, 70_001), "float16", {}),
         ((4, 40_000, 8), "float32", {}),
     ],

@@ -207,8 +207,9 @@ def staged(problem: _Problem, arch: int, addresses: Sequence[int]) -> _Staged | 
     if itemsize == 8 or problem.n > longest or block * itemsize < 16384 or (itemsize == 2 and block <= 8192):
         return None
     logits, _, target, _, dlosses, losses, state, dlogits = layout.inner_strides
-    # The length too: the last columns of a row are told from what follows it by whole accesses.
-    steps = (problem.n * itemsize, logits * itemsize, dlogits * itemsize, *addresses)
+    # The length too: the last columns of a row are told from what follows it by whole accesses. The compiler is told of
+    # multiples of 16 elements; by less, copies of 16-bit elements would be too narrow.
+    steps = (problem.n, logits, dlogits, *addresses)
     if {layout.axis_strides[0], layout.axis_strides[-1]} != {1} or any(s % 16 for s in steps):
         return None
     strides = (logits, target, dlosses, losses, state, dlogits)
