@@ -3,7 +3,6 @@
 What is computed here has one element or one a row. On the CPU it is NumPy's, for tensors there too.
 """
 
-import functools
 import sys
 from typing import Any
 
@@ -78,22 +77,6 @@ def scalar(value: Any, work: str, like: Any) -> Any:
         return torch.full((), float(rounded), dtype=getattr(torch, work), device=like.device)
 
 
-def _constant(value: float, work: str, like: Any) -> Any:
-    """A number as `scalar` makes it, for reading only: on a GPU it is made once."""
-    if not on_gpu(like) or not like.is_cuda or sys.modules["torch"].cuda.is_current_stream_capturing():
-        return scalar(value, work, like)
-    return _kept_constant(value.hex(), work, like.device)  # zeros of both signs are equal as numbers
-
-
-@functools.lru_cache(maxsize=64)
-def _kept_constant(value: str, work: str, device: Any) -> Any:
-    torch = sys.modules["torch"]
-    with torch.inference_mode(False):
-        made = scalar(float.fromhex(value), work, torch.empty(0, device=device))
-        torch.cuda.current_stream(device).synchronize()  # another stream may be the next to read it
-    return made
-
-
 def converted(array: Any, work: str) -> Any:
     """An array of a storage type in its work type."""
     if not on_gpu(array):
@@ -127,7 +110,7 @@ def row_gradients(
     returns what a mean divides by.
     """
     if dloss is None or isinstance(dloss, (int, float, np.number)):
-        dloss = _constant(1.0 if dloss is None else real_number(operation, "dloss", dloss), work, array)
+        dloss = scalar(1.0 if dloss is None else real_number(operation, "dloss", dloss), work, array)
     _, dtype = arrays.describe(dloss, operation, "dloss")
     if dtype != work:
         raise InvalidProblemError(f"{operation}: dloss has dtype {dtype}; expected {work}")
