@@ -196,6 +196,19 @@ def nan_maximum(a, b):
         return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
+@triton.jit
+def nan_minimum(a, b):
+    """The smaller, likewise."""
+    if a.dtype == tl.bfloat16:
+        asm: tl.constexpr = "min.NaN.bf16x2 $0, $1, $2;"
+        return tl.inline_asm_elementwise(asm, "=r,r,r", [a, b], dtype=tl.bfloat16, is_pure=True, pack=2)
+    elif a.dtype == tl.float16:
+        asm: tl.constexpr = "min.NaN.f16x2 $0, $1, $2;"
+        return tl.inline_asm_elementwise(asm, "=r,r,r", [a, b], dtype=tl.float16, is_pure=True, pack=2)
+    else:
+        return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
 # --- maximum over order-preserving keys; NaN above everything --------------------------------------------------------
 @triton.jit
 def max_key(x):

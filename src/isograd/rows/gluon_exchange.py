@@ -159,8 +159,8 @@ def _totals(ctas: int, warps: int) -> str:
     return "\n".join([*lines, "}"])
 
 
-def _pipe(ctas: int, warps: int, warp_sum: str) -> str:
-    """$0, $1 = sum of $2, maximum of $3; number $4 of the exchange, from 0.
+def _pipe(ctas: int, warps: int) -> str:
+    """$0, $1 = sum of $2, below 2**48, and maximum of $3; number $4 of the exchange, from 0.
 
     Even and odd exchanges have boxes of their own. A box is written again only by threads that took part in the
     exchange in between, which every reader of the box joined after reading.
@@ -168,7 +168,7 @@ def _pipe(ctas: int, warps: int, warp_sum: str) -> str:
     lines = [
         _HEAD + ".reg .b32 n, f; .reg .b64 w;",
         f"and.b32 n, $4, 1; mul.lo.u32 n, n, {16 * ctas * warps}; mov.u32 b, isograd_pipe; add.u32 n, n, b;",
-        warp_sum.format(value="$2", result="d") + "redux.sync.max.s32 x, $3, 0xffffffff; mov.b64 e, {x, x};",
+        _WARP_SUM_SHORT.format(value="$2", result="d") + "redux.sync.max.s32 x, $3, 0xffffffff; mov.b64 e, {x, x};",
     ]
     if ctas == 1:
         lines.append("shr.u32 a, t, 1; and.b32 a, a, 0xfffffff0; add.u32 a, a, n; setp.eq.u32 p, lane, 0;")
@@ -194,7 +194,7 @@ def _pipe(ctas: int, warps: int, warp_sum: str) -> str:
         lines.append(f"{guard}ld.shared.v2.b64 {{e, w}}, [a+{16 * i}]; {guard}add.s64 d, d, e;")
         lines.append(f"{guard}cvt.u32.u64 x, w; {guard}max.s32 f, f, x;")
     lines.append("redux.sync.max.s32 $1, f, 0xffffffff;")
-    return "\n".join([*lines, warp_sum.format(value="d", result="$0"), "}"])
+    return "\n".join([*lines, _WARP_SUM_SHORT.format(value="d", result="$0"), "}"])
 
 
 def _arrivals(first: str, second: str) -> str:
@@ -239,8 +239,7 @@ _TEXT = {
     "short_sum": {size: _sum_with(_WARP_SUM_SHORT, *size) for size in _SIZES},
     "totals": {size: _totals(*size) for size in _SIZES},
     "pipe_setup": {size: _pipe_setup(*size) for size in _SIZES},
-    "pipe": {size: _pipe(*size, _WARP_SUM) for size in _SIZES},
-    "pipe_short": {size: _pipe(*size, _WARP_SUM_SHORT) for size in _SIZES},
+    "pipe": {size: _pipe(*size) for size in _SIZES},
 }
 
 
@@ -317,65 +316,90 @@ def pipe_setup(v, ctas: gl.constexpr):
 
 
 @gluon.jit
-def sum_and_maximum(value, key, number, short: gl.constexpr, ctas: gl.constexpr):
-    """The sum of an int64 a thread and the maximum of an int32; `number` counts these exchanges."""
-    asm: gl.constexpr = _text("pipe_short" if short else "pipe", ctas, gl.num_warps())
+def sum_and_maximum(value, key, number, ctas: gl.constexpr):
+    """The sum, below 2**48, of an int64 a thread and the maximum of an int32; `number` counts these exchanges."""
+    asm: gl.constexpr = _text("pipe", ctas, gl.num_warps())
     return gl.inline_asm_elementwise(
         asm, "=&l,=&r,l,r,r", [value, key, number], dtype=(gl.int64, gl.int32), is_pure=False, pack=1
     )
 
 
 # --- strips ----------------------------------------------------------------------------------------------------------
-_STRIP_SIZES = list(itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16), (16, 32), (1, 2)))  # ctas, warps, lanes, rv
-# How a value of 64 bits, two keys or a sum, is combined with another.
+# Blocks, warps, lanes, rows a lane.
+_STRIP_SIZES = list(itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16), (16, 32), (1, 2)))
+# Of every kind of exchange: its box, values a row, and bytes of what crosses threads.
+_KINDS = {"maximum": ("first", 1, 4), "extremes": ("first", 2, 8), "sum": ("second", 1, 8)}
+# How what a row has, in a or in a and b, is combined with another, v.
 _COMBINE = {
-    "extremes": "mov.b64 {{x, y}}, {b}; max.s32 u, u, x; min.s32 v, v, y;",
-    "sum": "add.s64 d, d, {b};",
+    "maximum": "max.s32 {a}, {a}, {v};",
+    "extremes": "mov.b64 {{x, y}}, {v}; max.s32 {a}, {a}, x; min.s32 {b}, {b}, y;",
+    "sum": "add.s64 {a}, {a}, {v};",
 }
-_IDENTITY = {"extremes": "mov.b32 u, 0x80000000; mov.b32 v, 0x7fffffff;", "sum": "mov.b64 d, 0;"}
-_RESULT = {"extremes": "mov.b64 d, {u, v};", "sum": ""}
+_IDENTITY = {
+    "maximum": "mov.b32 {a}, 0x80000000;",
+    "extremes": "mov.b32 {a}, 0x80000000; mov.b32 {b}, 0x7fffffff;",
+    "sum": "mov.b64 {a}, 0;",
+}
 
 
 def _strip(kind: str, ctas: int, warps: int, lanes: int, rv: int) -> str:
     """Combine values over the warps of a block and the blocks of a cluster, for each of lanes * rv rows."""
-    box, rows = {"extremes": "first", "sum": "second"}[kind], lanes * rv
-    outputs = 2 * rv if kind == "extremes" else rv
+    (box, values, width), rows = _KINDS[kind], lanes * rv
+    outputs, bits = values * rv, 8 * width
+    # What a row has, as one word or two, and what of one or two rows arrives.
+    whole, other = ("u", ("f", "g")) if width == 4 else ("d", ("e", "h"))
+    combine, identity = _COMBINE[kind], _IDENTITY[kind]
+    own = {"a": "d" if kind == "sum" else "u", "b": "v"}
+    pack = "mov.b64 d, {u, v};" if kind == "extremes" else ""
     lines = [
-        "{ .reg .pred p; .reg .b32 t, lane, warp, a, b, c, x, y, u, v; .reg .b64 d, e;",
+        "{ .reg .pred p; .reg .b32 t, lane, warp, a, b, c, x, y, u, v, f, g; .reg .b64 d, e, h;",
         f"mov.u32 t, %tid.x; mov.u32 lane, %laneid; shr.u32 warp, t, 5; mov.u32 b, isograd_{box};",
         f"and.b32 lane, lane, {lanes - 1};",
-        f"mad.lo.u32 a, lane, {8 * rv}, b; mad.lo.u32 c, warp, {8 * rows}, a;",
+        f"mad.lo.u32 a, lane, {width * rv}, b; mad.lo.u32 c, warp, {width * rows}, a;",
     ]
     for j in range(rv):
         if kind == "extremes":
-            lines.append(f"mov.b32 u, ${outputs + j}; mov.b32 v, ${outputs + rv + j}; mov.b64 d, {{u, v}};")
+            lines.append(f"mov.b32 u, ${outputs + j}; mov.b32 v, ${outputs + rv + j}; {pack}")
         else:
-            lines.append(f"mov.b64 d, ${outputs + j};")
+            lines.append(f"mov.b{bits} {whole}, ${outputs + j};")
         if lanes == 16:
-            lines.append("mov.b64 {x, y}, d; shfl.sync.bfly.b32 x, x, 16, 31, 0xffffffff;")
-            lines.append("shfl.sync.bfly.b32 y, y, 16, 31, 0xffffffff; mov.b64 e, {x, y};")
-            lines.append(f"{_COMBINE[kind].format(b='e')} {_RESULT[kind]}")
-        lines.append(f"st.shared.b64 [c+{8 * j}], d;")
+            if width == 4:
+                lines.append("shfl.sync.bfly.b32 f, u, 16, 31, 0xffffffff;")
+            else:
+                lines.append("mov.b64 {x, y}, d; shfl.sync.bfly.b32 x, x, 16, 31, 0xffffffff;")
+                lines.append("shfl.sync.bfly.b32 y, y, 16, 31, 0xffffffff; mov.b64 e, {x, y};")
+            lines.append(f"{combine.format(v=other[0], **own)} {pack}")
+        lines.append(f"st.shared.b{bits} [c+{width * j}], {whole};")
     lines.append("bar.sync 0;")
     if ctas > 1:
-        # One thread a row combines the warps and sends the result to every block.
-        lines += [f"setp.lt.u32 p, t, {rows};", f"mad.lo.u32 c, t, 8, b; {_IDENTITY[kind]}"]
+        # One thread a row combines the warps and sends the result to every block; most warps have none.
+        lines += [f"setp.lt.u32 p, t, {rows}; @!p bra sent;", f"mad.lo.u32 c, t, {width}, b; {identity.format(**own)}"]
         for w in range(warps):
-            lines.append(f"@p ld.shared.b64 e, [c+{8 * rows * w}]; {_COMBINE[kind].format(b='e')}")
-        lines.append(f"{_RESULT[kind]} mov.u32 b, isograd_{box}_rows; mov.u32 a, %cluster_ctarank;")
-        lines.append(f"mad.lo.u32 a, a, {8 * rows}, b; mad.lo.u32 a, t, 8, a; mov.u32 c, isograd_{box}_arrival;")
+            lines.append(f"ld.shared.b{bits} {other[0]}, [c+{width * rows * w}];")
+            lines.append(combine.format(v=other[0], **own))
+        lines.append(f"{pack} mov.u32 b, isograd_{box}_rows; mov.u32 a, %cluster_ctarank;")
+        lines.append(f"mad.lo.u32 a, a, {width * rows}, b; mad.lo.u32 a, t, {width}, a;")
+        lines.append(f"mov.u32 c, isograd_{box}_arrival;")
+        send = f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b{bits} [x], {whole}, [y];"
         for k in range(ctas):
-            lines.append(f"@p mapa.shared::cluster.u32 x, a, {k}; @p mapa.shared::cluster.u32 y, c, {k};")
-            lines.append("@p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [x], d, [y];")
-        lines.append("setp.eq.u32 p, t, 0;")
-        lines.append(f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [c], {8 * rows * ctas};")
+            lines.append(f"mapa.shared::cluster.u32 x, a, {k}; mapa.shared::cluster.u32 y, c, {k};")
+            lines.append(send)
+        lines.append(f"sent: mov.u32 b, isograd_{box}_rows; mov.u32 c, isograd_{box}_arrival; setp.eq.u32 p, t, 0;")
+        lines.append(f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [c], {width * rows * ctas};")
         lines.append("wait: mbarrier.try_wait.parity.shared::cta.b64 p, [c], 0; @!p bra wait;")
-        lines.append(f"bar.warp.sync 0xffffffff; mad.lo.u32 a, lane, {8 * rv}, b;")
-    for j in range(rv):
-        lines.append(_IDENTITY[kind])
-        for k in range(ctas if ctas > 1 else warps):
-            lines.append(f"ld.shared.b64 e, [a+{8 * rows * k + 8 * j}]; {_COMBINE[kind].format(b='e')}")
-        lines.append(f"mov.b32 ${j}, u; mov.b32 ${rv + j}, v;" if kind == "extremes" else f"mov.b64 ${j}, d;")
+        lines.append(f"bar.warp.sync 0xffffffff; mad.lo.u32 a, lane, {width * rv}, b;")
+    slots = ctas if ctas > 1 else warps
+    results = [{"a": f"r{j}", "b": f"s{j}"} for j in range(rv)]  # of the rows, which are read together
+    for names in results:
+        lines.append(f".reg .b{64 if kind == 'sum' else 32} {names['a']}, {names['b']}; {identity.format(**names)}")
+    vector = f"v2.b{bits} {{{other[0]}, {other[1]}}}" if rv == 2 else f"b{bits} {other[0]}"
+    for k in range(slots):
+        lines.append(f"ld.shared.{vector}, [a+{width * rows * k}];")
+        lines += [combine.format(v=v, **names) for v, names in zip(other, results, strict=False)]
+    for j, names in enumerate(results):
+        lines.append(f"mov.b{64 if kind == 'sum' else 32} ${j}, {names['a']};")
+        if kind == "extremes":
+            lines.append(f"mov.b32 ${rv + j}, {names['b']};")
     return "\n".join([*lines, "}"])
 
 
@@ -390,6 +414,7 @@ def _strip_setup(ctas: int, warps: int, lanes: int, rv: int) -> str:
 
 _STRIP_TEXT = {
     "setup": {size: _strip_setup(*size) for size in _STRIP_SIZES},
+    "maximum": {size: _strip("maximum", *size) for size in _STRIP_SIZES},
     "extremes": {size: _strip("extremes", *size) for size in _STRIP_SIZES},
     "sum": {size: _strip("sum", *size) for size in _STRIP_SIZES},
 }
@@ -411,6 +436,14 @@ def strip_setup(v, LANES: gl.constexpr, RV: gl.constexpr, ctas: gl.constexpr):
     asm: gl.constexpr = _strip_text("setup", ctas, gl.num_warps(), LANES, RV)
     names: gl.constexpr = _constraints("r", RV)
     return gl.inline_asm_elementwise(asm, names, [v], dtype=gl.int32, is_pure=False, pack=RV)
+
+
+@gluon.jit
+def strip_maximum(key, LANES: gl.constexpr, RV: gl.constexpr, ctas: gl.constexpr):
+    """The maximum of an int32 a row."""
+    asm: gl.constexpr = _strip_text("maximum", ctas, gl.num_warps(), LANES, RV)
+    names: gl.constexpr = _constraints("r", RV)
+    return gl.inline_asm_elementwise(asm, names, [key], dtype=gl.int32, is_pure=False, pack=RV)
 
 
 @gluon.jit

@@ -71,7 +71,7 @@ def fetch(stage, ptr, row, n_rows, stride, begin, offset, n, MASKED: gl.constexp
 def layout_of(config: Configuration) -> gl.BlockedLayout:
     """A thread holds groups of neighbours, 16 bytes each; the blocks of a cluster split the second axis."""
     bases = [[0, 1 << i, 0, 0] for i in range(config.ctas.bit_length() - 1)]
-    size = [1, 1, config.group // config.vector, config.vector]
+    size = [1, 1, config.group // config.chunks // config.vector, config.vector]
     return gl.BlockedLayout(size, [32, 1, 1, 1], [config.warps, 1, 1, 1], [3, 0, 2, 1], bases)
 
 

@@ -21,6 +21,7 @@ class Configuration(NamedTuple):
     ctas: int = 1  # blocks of a cluster that share a row
     native: bool = False
     registers: int = 0  # a thread may use; 0 leaves it to the compiler
+    chunks: int = 1  # that a thread takes its columns in, which bounds what it holds at a time
 
 
 def configuration(
@@ -66,14 +67,14 @@ def _tile_configuration(n: int, itemsize: int, op: str, arch: int) -> Configurat
 
 
 def clustered(
-    variant: str, block: int, itemsize: int, bytes_per_thread: int, warps: int, registers: int
+    variant: str, block: int, itemsize: int, bytes_per_thread: int, warps: int, registers: int, chunks: int = 1
 ) -> Configuration:
     """As many blocks of `warps` warps as hold the row; blocks grow where a cluster of 8 does not."""
     group = bytes_per_thread // itemsize
     threads = block // group
     warps = min(max(warps, threads // (32 * 8)), max(threads // 32, 1))
     ctas = max(threads // (32 * warps), 1)
-    return Configuration(variant, warps * 32 * group, 1, warps, group, 16 // itemsize, ctas, True, registers)
+    return Configuration(variant, warps * 32 * group, 1, warps, group, 16 // itemsize, ctas, True, registers, chunks)
 
 
 def _forward_configuration(block: int, itemsize: int, op: str) -> Configuration:
@@ -85,10 +86,13 @@ def _forward_configuration(block: int, itemsize: int, op: str) -> Configuration:
         return clustered("cluster", block, itemsize, 128, 4, 128)
     if itemsize == 2 and block == 16384:
         return clustered("staged", block, itemsize, 64, 16, 64)
-    if op == "softmax" and (itemsize == 2 or block == 65536) and 65536 <= size <= 262144:
-        return clustered("piped", block, itemsize, 128, 16 if size <= 131072 else 8, 128)
-    one = size <= 65536 and not (op == "log_softmax" and itemsize == 4 and block == 16384)
-    return clustered("staged", block, itemsize, 128, 16 if one else 8 if size <= 65536 else 4, 128)
+    if itemsize == 2 and op == "softmax" and block <= 131072:
+        return clustered("piped", block, itemsize, 128, 16 if block <= 65536 else 8, 128, 4)
+    if itemsize == 4 and op == "log_softmax" and block == 16384:
+        return clustered("staged", block, itemsize, 256, 8, 128, 4)
+    if itemsize == 4 and block == 65536:
+        return clustered("staged", block, itemsize, 128, 8, 80, 2)
+    return clustered("staged", block, itemsize, 128, 16 if size <= 65536 else 4, 128)
 
 
 def _backward_configuration(block: int, itemsize: int, op: str) -> Configuration:
@@ -114,51 +118,67 @@ class _Strip(NamedTuple):
     warps: int
     ctas: int
     registers: int = 0
+    chunks: int = 1
 
 
 # The fastest on an H200 for [2^15 / n, n, 4096], by item size, operation and columns (a power of two).
 _STRIPS: dict[tuple[int, str], dict[int, _Strip]] = {
-    (4, "forward"): {
-        256: _Strip(16, 4, 1),
-        512: _Strip(16, 8, 1),
-        1024: _Strip(16, 8, 2),
-        2048: _Strip(16, 8, 4),
-        4096: _Strip(16, 8, 8, 128),
+    (4, "softmax"): {
+        256: _Strip(32, 4, 1, 128, 4),
+        512: _Strip(32, 8, 1, 128, 4),
+        1024: _Strip(32, 8, 2, 128, 4),
+        2048: _Strip(32, 8, 8, 80, 2),
+        4096: _Strip(32, 8, 8, 128, 4),
+    },
+    (4, "log_softmax"): {
+        256: _Strip(32, 4, 1, 128, 4),
+        512: _Strip(32, 8, 1, 128, 4),
+        1024: _Strip(32, 8, 4, 80, 2),
+        2048: _Strip(32, 8, 8, 80, 2),
+        4096: _Strip(32, 8, 8, 128, 4),
     },
     (4, "softmax_backward"): {
         256: _Strip(32, 8, 1),
-        512: _Strip(16, 8, 1),
-        1024: _Strip(32, 4, 4),
-        2048: _Strip(32, 8, 8, 128),
+        512: _Strip(32, 8, 2, 128, 2),
+        1024: _Strip(32, 8, 4, 128, 2),
+        2048: _Strip(32, 8, 8, 128, 2),
         4096: _Strip(16, 4, 8),
     },
     (4, "log_softmax_backward"): {
         256: _Strip(32, 8, 1),
-        512: _Strip(32, 4, 4),
+        512: _Strip(32, 8, 2, 128, 2),
         1024: _Strip(32, 8, 4),
         2048: _Strip(32, 8, 8, 128),
         4096: _Strip(16, 4, 8),
     },
-    (2, "forward"): {
+    (2, "softmax"): {
         256: _Strip(16, 4, 1),
         512: _Strip(16, 4, 1),
-        1024: _Strip(16, 4, 2),
-        2048: _Strip(32, 4, 8),
-        4096: _Strip(16, 8, 8, 128),
+        1024: _Strip(16, 8, 2, 80, 4),
+        2048: _Strip(32, 8, 8, 80, 4),
+        4096: _Strip(32, 16, 8, 64, 4),
+    },
+    (2, "log_softmax"): {
+        256: _Strip(32, 4, 1, 128, 8),
+        512: _Strip(32, 8, 1, 128, 8),
+        1024: _Strip(32, 4, 8, 80, 4),
+        2048: _Strip(32, 8, 8, 80, 4),
+        4096: _Strip(32, 8, 8, 128, 8),
     },
     (2, "softmax_backward"): {
-        256: _Strip(16, 4, 1),
-        512: _Strip(16, 8, 1),
-        1024: _Strip(16, 4, 4),
+        128: _Strip(32, 4, 1, 128),
+        256: _Strip(16, 4, 1, 128),
+        512: _Strip(16, 8, 1, 128),
+        1024: _Strip(32, 4, 8, 128, 4),
         2048: _Strip(16, 8, 4, 128),
         4096: _Strip(16, 16, 4, 128),
     },
     (2, "log_softmax_backward"): {
         256: _Strip(16, 4, 1),
-        512: _Strip(16, 8, 2),
-        1024: _Strip(16, 16, 2),
-        2048: _Strip(16, 8, 4, 128),
-        4096: _Strip(16, 8, 8, 128),
+        512: _Strip(32, 4, 4, 128, 4),
+        1024: _Strip(32, 4, 8, 128, 4),
+        2048: _Strip(32, 8, 8, 128, 4),
+        4096: _Strip(16, 8, 8, 128, 4),
     },
 }
 
@@ -169,12 +189,11 @@ def _strided_configuration(n: int, itemsize: int, op: str, inner: int, arch: int
     block = power_of_two(n)
     if 90 <= arch < 110 and aligned and itemsize < 8 and n <= 4096:
         # Up to 128 columns take strips of 128 bytes and four warps; of 16-bit words a thread has two rows.
-        of = "forward" if op in FORWARD else op
-        strip = _STRIPS[itemsize, of].get(block) or _Strip(32, 4, 1)
+        strip = _STRIPS[itemsize, op].get(block) or _Strip(32, 4, 1)
         vector, threads = 4 // itemsize, 32 * strip.warps * strip.ctas
         group = max(block * strip.lanes // threads, 1)
         shape = (block, strip.lanes * vector, strip.warps, group, vector)
-        return Configuration("strip", *shape, strip.ctas, True, strip.registers)
+        return Configuration("strip", *shape, strip.ctas, True, strip.registers, strip.chunks)
     rows = min(128 // itemsize, power_of_two(inner))
     limit = 16384 * 2 // itemsize
     if rows * block > limit:

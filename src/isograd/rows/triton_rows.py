@@ -38,7 +38,8 @@ def _nan_maximum(a, b):
 
 
 @triton.jit
-def _nan_extremes(a, b, c, d):
+def nan_extremes(a, b, c, d):
+    """The larger of a and c, the lesser of b and d; NaN wins."""
     return _nan_maximum(a, c), tl.minimum(b, d, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -54,8 +55,8 @@ def thread_extremes(a, b):
 
     One reduction for both, so that a term is needed in one place only.
     """
-    a, b = tl.reduce((a, b), 3, _nan_extremes)
-    return tl.reduce((a, b), 2, _nan_extremes)
+    a, b = tl.reduce((a, b), 3, nan_extremes)
+    return tl.reduce((a, b), 2, nan_extremes)
 
 
 @triton.jit

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-# ruff: noqa: D403, N803, RET505
+# ruff: noqa: D403, N803, N806, RET505
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """Softmax kernels for long contiguous rows on NVIDIA GPUs, in Gluon: a row is read once, by a cluster of blocks.
 
@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from isograd.numerics import triton_ops as ops
 from isograd.numerics import triton_sum as sums
+from isograd.ops.softmax import gluon_chunks as arithmetic
 from isograd.rows import gluon_exchange as exchange
 from isograd.rows import triton_rows as rows
 from isograd.rows.gluon_rows import broad, columns, fetch, put, threads
@@ -151,6 +152,7 @@ def forward_staged(
     BLOCK: gl.constexpr,
     CTAS: gl.constexpr,
     GROUP: gl.constexpr,
+    CHUNKS: gl.constexpr,
     V: gl.constexpr,
     MASKED: gl.constexpr,
     layout: gl.constexpr,
@@ -168,13 +170,22 @@ def forward_staged(
     while row < n_rows:
         following = row + gl.num_programs(0)
         async_copy.wait_group(0)
-        x = ops.widen(stage.load(layout), True)
+        x = stage.load(layout)
         fetch(stage, x_ptr, following, n_rows, x_row, begin, offset, n, MASKED)
         async_copy.commit_group()
         if MASKED:
             x = gl.where(begin + offset < n, x, float("-inf"))
-        y = _forward_row(x, parity, KIND, CTAS, layout, dtype)
-        put(out_ptr, row, out_row, begin, offset, n, y, MASKED)
+        if CHUNKS == 1:
+            y = _forward_row(ops.widen(x, True), parity, KIND, CTAS, layout, dtype)
+            put(out_ptr, row, out_row, begin, offset, n, y, MASKED)
+        else:
+            STEP: gl.constexpr = BLOCK // CHUNKS
+            ys = arithmetic.forward(
+                arithmetic.chunks(x, CHUNKS, layout), n >> 31, parity, KIND, 0, 1, CTAS, CHUNKS, layout
+            )
+            _, part = columns(CTAS, BLOCK, STEP, GROUP // CHUNKS, V, layout)
+            for k in gl.static_range(CHUNKS):
+                put(out_ptr, row, out_row, begin, part + k * STEP, n, ys[k], MASKED)
         row = following
         parity ^= 1
 

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 # ruff: noqa: D403, N803, N806, RUF005, SIM108
 # Triton does not know a star within a tuple, and compiles both sides of a conditional expression.
-"""A softmax kernel for long contiguous rows on NVIDIA GPUs, in Gluon, with one exchange a row.
+"""softmax of long contiguous rows in 16 bits on NVIDIA GPUs, in Gluon, with one exchange a row.
 
 Clusters stay and take one row after another. Rows arrive in shared memory two ahead. The maximum of a row is found
 while the one before it is being worked on, and crosses the threads together with that row's sum. A row is taken in
@@ -16,9 +16,7 @@ from isograd.numerics import triton_ops as ops
 from isograd.rows import gluon_exchange as exchange
 from isograd.rows import triton_rows as rows
 from isograd.rows.gluon_rows import broad, columns, threads
-from isograd.rows.triton_configuration import Configuration
 
-SOFTMAX = rows.SOFTMAX
 _SLOTS = gl.constexpr(3)  # rows in shared memory: one worked on, one that has arrived, one on its way
 # The name since Triton 3.9, and the one before.
 _async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -103,7 +101,6 @@ def forward_piped(
     n,
     x_row,
     out_row,
-    KIND: gl.constexpr,
     BLOCK: gl.constexpr,
     CTAS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -113,9 +110,8 @@ def forward_piped(
     shared: gl.constexpr,
     CHUNKS: gl.constexpr,
 ):
-    """softmax or log_softmax; rows of at most 2**17 elements, of 16 bits 2**18."""
+    """softmax of rows of at most 2**18 elements of 16 bits."""
     dtype: gl.constexpr = x_ptr.dtype.element_ty
-    short: gl.constexpr = dtype.primitive_bitwidth == 16
     STEP: gl.constexpr = BLOCK // CHUNKS
     SIZE: gl.constexpr = GROUP // CHUNKS
     begin, offset = columns(CTAS, BLOCK, STEP, SIZE, V, layout)
@@ -130,7 +126,7 @@ def forward_piped(
     async_copy.wait_group(1)
     most = _row_maximum(stage, 0, begin, offset, n, CHUNKS, STEP, MASKED, layout)
     key = ops.max_key(most)
-    _, key = exchange.sum_and_maximum(key.to(gl.int64) * 0, key, 0, short, CTAS)
+    _, key = exchange.sum_and_maximum(key.to(gl.int64) * 0, key, 0, CTAS)
     number = 1
     slot = 0
     while row < n_rows:
@@ -141,46 +137,30 @@ def forward_piped(
 
         m = ops.from_key(key)
         valid = ops.is_finite(m)
-        base, floor, bias = rows.row_shift(m, short)
-        flag = broad(rows.largest_flag(most, m, valid, short))
+        base, floor, bias = rows.row_shift(m, True)
+        flag = broad(rows.largest_flag(most, m, valid, True))
         kept = ()
         marks = ()
         value = key.to(gl.int64) * 0
         for k in gl.static_range(CHUNKS):
             x = _chunk(stage, slot, begin, offset, n, k, CHUNKS, STEP, MASKED, layout)
             x = ops.widen(x, True)
-            if KIND == SOFTMAX:
-                marks = marks + (rows.find_largest(x, broad(m), flag, broad(valid), short, True),)
-            e, error = rows.exponential(x, broad(base), broad(floor), broad(bias), short)
-            high, low = rows.exponential_terms(e, error, short, False, True)
-            high, low = rows.exponential_sums(high, low, short, False)
-            if short:
-                value += gl.convert_layout(high, gl.SliceLayout(2, gl.SliceLayout(3, layout)), assert_trivial=True)
-            else:
-                value += (high << 23) + low
-            if KIND == SOFTMAX:
-                kept = kept + (e,)
+            marks = marks + (rows.find_largest(x, broad(m), flag, broad(valid), True, True),)
+            e, error = rows.exponential(x, broad(base), broad(floor), broad(bias), True)
+            high, low = rows.exponential_terms(e, error, True, False, True)
+            high, low = rows.exponential_sums(high, low, True, False)
+            value += gl.convert_layout(high, gl.SliceLayout(2, gl.SliceLayout(3, layout)), assert_trivial=True)
+            kept = kept + (e,)
         async_copy.wait_group(1)
         most = _row_maximum(stage, following, begin, offset, n, CHUNKS, STEP, MASKED, layout)
-        total, key = exchange.sum_and_maximum(value, ops.max_key(most), number, short, CTAS)
+        total, key = exchange.sum_and_maximum(value, ops.max_key(most), number, CTAS)
 
         start = out_ptr + row.to(gl.int64) * out_row + begin
-        if KIND == SOFTMAX:
-            r, r_low = rows.softmax_factors(total, total, valid, short, False, False, gl.float32)
-            largest = rows.largest_output(m, base, floor, bias, r, r_low, valid, short)
-        else:
-            top, middle, bottom = rows.log_sum(
-                total, total, m, base, floor, bias, valid, short, False, False, gl.float32, True
-            )
+        r, r_low = rows.softmax_factors(total, total, valid, True, False, False, gl.float32)
+        largest = rows.largest_output(m, base, floor, bias, r, r_low, valid, True)
         for k in gl.static_range(CHUNKS):
-            if KIND == SOFTMAX:
-                y = rows.softmax_output(kept[k], marks[k], broad(r), broad(r_low), broad(largest), short, True)
-                if short:
-                    y = ops.narrow(y, dtype, True)
-            else:
-                x = _chunk(stage, slot, begin, offset, n, k, CHUNKS, STEP, MASKED, layout)
-                y = rows.log_softmax_output(ops.widen(x, True), broad(top), broad(middle), broad(bottom), short)
-                y = ops.narrow(y, dtype, True)
+            y = rows.softmax_output(kept[k], marks[k], broad(r), broad(r_low), broad(largest), True, True)
+            y = ops.narrow(y, dtype, True)
             if MASKED:
                 gl.store(start + (offset + k * STEP), y, mask=begin + (offset + k * STEP) < n)
             else:
@@ -188,15 +168,3 @@ def forward_piped(
         row += step
         slot = following
         number += 1
-
-
-def chunks_of(config: Configuration) -> int:
-    """How many chunks a thread takes a row in, of 16 elements."""
-    return max(config.group // 16, 1)
-
-
-def layout_of(config: Configuration) -> gl.BlockedLayout:
-    """A thread holds groups of neighbours, 16 bytes each; the blocks of a cluster split the second axis."""
-    bases = [[0, 1 << i, 0, 0] for i in range(config.ctas.bit_length() - 1)]
-    size = [1, 1, config.group // chunks_of(config) // config.vector, config.vector]
-    return gl.BlockedLayout(size, [32, 1, 1, 1], [config.warps, 1, 1, 1], [3, 0, 2, 1], bases)

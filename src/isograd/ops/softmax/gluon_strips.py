@@ -1,6 +1,6 @@
 # mypy: ignore-errors
-# ruff: noqa: D403, N803, N806, RET505, SIM108
-# A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
+# ruff: noqa: D403, N803, N806, RUF005
+# Triton does not know a star within a tuple.
 """Softmax kernels along an axis that is not contiguous, on NVIDIA GPUs, in Gluon.
 
 A cluster of blocks takes a strip of LANES * RV rows that are neighbours in memory, 64 or 128 bytes wide, and holds all
@@ -11,14 +11,9 @@ to a row is computed once a thread and row, so few rows a thread with many colum
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from isograd.numerics import triton_ops as ops
-from isograd.numerics import triton_sum as sums
+from isograd.ops.softmax import gluon_chunks as arithmetic
 from isograd.rows import gluon_exchange as exchange
-from isograd.rows import triton_rows as rows
-from isograd.rows.gluon_rows import broad
 from isograd.rows.triton_configuration import Configuration
-
-SOFTMAX = rows.SOFTMAX
 
 
 @gluon.jit
@@ -33,11 +28,11 @@ def _place(inner, ROWS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _columns(Q: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr):
-    """Columns as [Q, 1, 1, 1] plus [1, 1, GROUP, 1]: neighbours belong to different threads."""
+def _columns(Q: gl.constexpr, SIZE: gl.constexpr, layout: gl.constexpr):
+    """Columns of the first chunk as [Q, 1, 1, 1] plus [1, 1, SIZE, 1]: neighbours belong to different threads."""
     cube: gl.constexpr = gl.SliceLayout(3, layout)
     q = gl.arange(0, Q, layout=gl.SliceLayout(1, gl.SliceLayout(2, cube)))[:, None, None, None]
-    p = gl.arange(0, GROUP, layout=gl.SliceLayout(0, gl.SliceLayout(1, cube)))[None, None, :, None]
+    p = gl.arange(0, SIZE, layout=gl.SliceLayout(0, gl.SliceLayout(1, cube)))[None, None, :, None]
     return q, p * Q
 
 
@@ -45,36 +40,88 @@ def _columns(Q: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr):
 def _outer_offset(outer, shape, strides):
     """Offset of an index over the outer axes, the last axis fastest."""
     offset = gl.to_tensor(0).to(gl.int64)
-    for i in gl.static_range(len(shape)):
+    for i in gl.static_range(len(shape) - 1):
         rest = outer // shape[len(shape) - 1 - i]
         offset += (outer - rest * shape[len(shape) - 1 - i]).to(gl.int64) * strides[len(shape) - 1 - i]
         outer = rest
+    if len(shape) > 0:
+        offset += outer.to(gl.int64) * strides[0]
     return offset
 
 
 @gluon.jit
-def _pointers(ptr, outer, shape, strides, row, q, p, axis_stride, VEC: gl.constexpr):
-    """Pointers of the strip; what is the same for every thread is added last."""
-    if VEC > 1:
-        axis_stride = gl.multiple_of(axis_stride, VEC)
-    step = gl.to_tensor(axis_stride).to(gl.int64)
-    return (ptr + _outer_offset(outer, shape, strides) + q * step + row) + p * step
+def _step(axis_stride, VEC: gl.constexpr):
+    """The stride of the axis, a multiple of VEC, as an int64."""
+    return gl.to_tensor(axis_stride // VEC * VEC).to(gl.int64)
 
 
 @gluon.jit
-def _get(pointers, mask, other: gl.constexpr, MASKED: gl.constexpr):
-    if MASKED:
-        return gl.load(pointers, mask=mask, other=other)
-    else:
-        return gl.load(pointers)
+def _start(ptr, outer, shape, strides, row, q, step):
+    """Where a thread begins; what is the same for every thread is added later."""
+    return ptr + _outer_offset(outer, shape, strides) + q * step + row
 
 
 @gluon.jit
-def _put(pointers, value, mask, MASKED: gl.constexpr):
-    if MASKED:
-        gl.store(pointers, value, mask=mask)
-    else:
-        gl.store(pointers, value)
+def _get(
+    ptr,
+    outer,
+    shape,
+    strides,
+    row,
+    q,
+    p,
+    axis_stride,
+    inner,
+    n,
+    other: gl.constexpr,
+    Q: gl.constexpr,
+    SIZE: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    VEC: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """The chunks of a strip."""
+    step = _step(axis_stride, VEC)
+    start = _start(ptr, outer, shape, strides, row, q, step)
+    chunks = ()
+    for k in gl.static_range(CHUNKS):
+        column = p + k * SIZE * Q
+        if MASKED:
+            v = gl.load(start + column * step, mask=(row < inner) & (q + column < n), other=other)
+        else:
+            v = gl.load(start + column * step)
+        chunks = chunks + (v,)
+    return chunks
+
+
+@gluon.jit
+def _put(
+    ptr,
+    chunks,
+    outer,
+    shape,
+    strides,
+    row,
+    q,
+    p,
+    axis_stride,
+    inner,
+    n,
+    Q: gl.constexpr,
+    SIZE: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    VEC: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """Store the chunks of a strip."""
+    step = _step(axis_stride, VEC)
+    start = _start(ptr, outer, shape, strides, row, q, step)
+    for k in gl.static_range(CHUNKS):
+        column = p + k * SIZE * Q
+        if MASKED:
+            gl.store(start + column * step, chunks[k], mask=(row < inner) & (q + column < n))
+        else:
+            gl.store(start + column * step, chunks[k])
 
 
 @gluon.jit
@@ -99,6 +146,7 @@ def forward_strip(
     KIND: gl.constexpr,
     CTAS: gl.constexpr,
     GROUP: gl.constexpr,
+    CHUNKS: gl.constexpr,
     LANES: gl.constexpr,
     RV: gl.constexpr,
     VEC: gl.constexpr,
@@ -106,43 +154,16 @@ def forward_strip(
     layout: gl.constexpr,
 ):
     """softmax or log_softmax of rows of at most Q * GROUP elements."""
-    dtype: gl.constexpr = x_ptr.dtype.element_ty
-    short: gl.constexpr = dtype.primitive_bitwidth == 16
     Q: gl.constexpr = CTAS * gl.num_warps() * (32 // LANES)
+    SIZE: gl.constexpr = GROUP // CHUNKS
     row, outer = _place(inner, LANES * RV, layout)
-    q, p = _columns(Q, GROUP, layout)
-    mask = (row < inner) & (q + p < n)
-    x = _get(_pointers(x_ptr, outer, outer_shape, x_outer, row, q, p, x_axis, VEC), mask, float("-inf"), MASKED)
+    q, p = _columns(Q, SIZE, layout)
+    xs = _get(
+        x_ptr, outer, outer_shape, x_outer, row, q, p, x_axis, inner, n, float("-inf"), Q, SIZE, CHUNKS, VEC, MASKED
+    )
     exchange.strip_setup(_rows_of(Q, LANES * RV, layout), LANES, RV, CTAS)
-
-    x = ops.widen(x, RV == 2)
-    most = rows.thread_maximum(x)
-    key = ops.max_key(most)
-    key, _ = exchange.strip_extremes(key, key, LANES, RV, CTAS)
-    m = ops.from_key(key)
-    valid = ops.is_finite(m)
-    base, floor, bias = rows.row_shift(m, short)
-    flag = broad(rows.largest_flag(most, m, valid, short))
-    found = rows.find_largest(x, broad(m), flag, broad(valid), short, True)
-    e, error = rows.exponential(x, broad(base), broad(floor), broad(bias), short)
-    high, low = rows.exponential_terms(e, error, short, False, True)
-    high, low = rows.exponential_sums(high, low, short, False)
-    if short:
-        value = high
-    else:
-        value = (high << 23) + low
-    total = exchange.strip_total(value, LANES, RV, CTAS)
-    if KIND == SOFTMAX:
-        r, r_low = rows.softmax_factors(total, total, valid, short, False, False, gl.float32)
-        largest = rows.largest_output(m, base, floor, bias, r, r_low, valid, short)
-        y = rows.softmax_output(e, found, broad(r), broad(r_low), broad(largest), short, True)
-    else:
-        top, middle, bottom = rows.log_sum(
-            total, total, m, base, floor, bias, valid, short, False, False, gl.float32, True
-        )
-        y = rows.log_softmax_output(x, broad(top), broad(middle), broad(bottom), short)
-    pointers = _pointers(out_ptr, outer, outer_shape, out_outer, row, q, p, out_axis, VEC)
-    _put(pointers, ops.narrow(y, dtype, True), mask, MASKED)
+    ys = arithmetic.forward(xs, inner >> 31, 0, KIND, LANES, RV, CTAS, CHUNKS, layout)
+    _put(out_ptr, ys, outer, outer_shape, out_outer, row, q, p, out_axis, inner, n, Q, SIZE, CHUNKS, VEC, MASKED)
 
 
 @gluon.jit
@@ -162,6 +183,7 @@ def backward_strip(
     KIND: gl.constexpr,
     CTAS: gl.constexpr,
     GROUP: gl.constexpr,
+    CHUNKS: gl.constexpr,
     LANES: gl.constexpr,
     RV: gl.constexpr,
     VEC: gl.constexpr,
@@ -169,39 +191,21 @@ def backward_strip(
     layout: gl.constexpr,
 ):
     """The gradient of either for rows of at most Q * GROUP elements."""
-    dtype: gl.constexpr = dy_ptr.dtype.element_ty
-    short: gl.constexpr = dtype.primitive_bitwidth == 16
     Q: gl.constexpr = CTAS * gl.num_warps() * (32 // LANES)
+    SIZE: gl.constexpr = GROUP // CHUNKS
     row, outer = _place(inner, LANES * RV, layout)
-    q, p = _columns(Q, GROUP, layout)
-    mask = (row < inner) & (q + p < n)
-    dy = _get(_pointers(dy_ptr, outer, outer_shape, dy_outer, row, q, p, dy_axis, VEC), mask, 0.0, MASKED)
-    y = _get(_pointers(y_ptr, outer, outer_shape, y_outer, row, q, p, y_axis, VEC), mask, 0.0, MASKED)
+    q, p = _columns(Q, SIZE, layout)
+    dys = _get(dy_ptr, outer, outer_shape, dy_outer, row, q, p, dy_axis, inner, n, 0.0, Q, SIZE, CHUNKS, VEC, MASKED)
+    ys = _get(y_ptr, outer, outer_shape, y_outer, row, q, p, y_axis, inner, n, 0.0, Q, SIZE, CHUNKS, VEC, MASKED)
     exchange.strip_setup(_rows_of(Q, LANES * RV, layout), LANES, RV, CTAS)
-
-    zero = inner >> 31  # which the compiler cannot tell
-
-    terms = rows.backward_terms(ops.widen(dy, RV == 2), ops.widen(y, RV == 2), KIND)
-    most, least = rows.thread_extremes(terms, terms)
-    most, least = exchange.strip_extremes(ops.max_key(most), ops.max_key(least), LANES, RV, CTAS)
-    key, special = rows.largest_terms(most, least)
-    exponent, scale, magic, low_scale = sums.term_scale(key)
-    token = broad(zero & most)
-    terms = rows.backward_terms(ops.widen_later(dy, token), ops.widen_later(y, token), KIND)
-    high, low = sums.split_term_bits(terms, broad(scale), broad(magic), broad(low_scale))
-    high, low = rows.limb_sums(high, low, magic, 1)
-    total = exchange.strip_total((high << 23) + low, LANES, RV, CTAS)
-    s = rows.order_free_sum(total, total, exponent, special, key, False, gl.float32)
-    token = broad(zero & ops.as_int(s))
-    dx = rows.backward_output(ops.widen_later(dy, token), ops.widen_later(y, token), broad(s), KIND, short)
-    pointers = _pointers(out_ptr, outer, outer_shape, out_outer, row, q, p, out_axis, VEC)
-    _put(pointers, ops.narrow(dx, dtype, True), mask, MASKED)
+    dxs = arithmetic.backward(dys, ys, inner >> 31, KIND, LANES, RV, CTAS, CHUNKS, layout)
+    _put(out_ptr, dxs, outer, outer_shape, out_outer, row, q, p, out_axis, inner, n, Q, SIZE, CHUNKS, VEC, MASKED)
 
 
 def layout_of(config: Configuration) -> gl.BlockedLayout:
     """Lanes on the rows of the strip, what is left of a warp, warps and the blocks of a cluster on the columns."""
     bases = [[1 << i, 0, 0, 0] for i in range(config.ctas.bit_length() - 1)]
-    lanes = config.rows // config.vector
+    lanes, size = config.rows // config.vector, config.group // config.chunks
     return gl.BlockedLayout(
-        [1, config.vector, config.group, 1], [32 // lanes, lanes, 1, 1], [config.warps, 1, 1, 1], [1, 0, 2, 3], bases
+        [1, config.vector, size, 1], [32 // lanes, lanes, 1, 1], [config.warps, 1, 1, 1], [1, 0, 2, 3], bases
     )

@@ -375,7 +375,7 @@ KERNELS = {
     ("backward", "staged"): backward_staged,
     ("backward", "strip"): gluon_strips.backward_strip,
 }
-_LAYOUTS = {"cluster": gluon_rows, "staged": gluon_rows, "piped": gluon_pipes, "strip": gluon_strips}
+_LAYOUTS = {"cluster": gluon_rows, "staged": gluon_rows, "piped": gluon_rows, "strip": gluon_strips}
 
 
 # --- launches --------------------------------------------------------------------------------------------------------
@@ -411,14 +411,13 @@ def _launcher(
     values: dict[str, Any] = {
         "n": n, "n_rows": problem.inner, "inner": problem.inner, "outer_shape": problem.outer_shape,
         "KIND": int(op.startswith("log")), "BLOCK": config.block, "ROWS": config.rows, "CTAS": config.ctas,
-        "GROUP": config.group, "V": config.vector, "RV": config.vector, "LANES": config.rows // config.vector,
-        "INNER": contiguous, "VEC": vec, "NATIVE": config.native,
+        "GROUP": config.group, "CHUNKS": config.chunks, "V": config.vector, "RV": config.vector,
+        "LANES": config.rows // config.vector, "INNER": contiguous, "VEC": vec, "NATIVE": config.native,
         "MASKED": covered != n or problem.inner % config.rows != 0,
         "LONG": n > (SHORT_ROW if itemsize == 2 else INT32_ROW),
     }  # fmt: skip
     if variant in _LAYOUTS:
         values |= {"layout": _LAYOUTS[variant].layout_of(config), "shared": gluon_rows.shared_layout_of(config)}
-        values["CHUNKS"] = gluon_pipes.chunks_of(config)
     for i, name in enumerate(kernel.arg_names[: len(strides)]):
         name, inner = name.removesuffix("_ptr"), problem.inner_strides[i]
         values |= {f"{name}_axis": problem.axis_strides[i], f"{name}_inner": inner, f"{name}_row": inner}
