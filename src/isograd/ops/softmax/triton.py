@@ -400,7 +400,9 @@ def _launcher(
     if config is None:
         if contiguous:
             whole = not problem.outer_shape and all(s == 1 for s in problem.axis_strides)
-            aligned = whole and vec * itemsize == 16
+            # The compiler is told of multiples of 16 elements; by less, copies of 16-bit elements are too narrow for it.
+            known = itemsize != 2 or not any(s % 16 for s in (n, *problem.inner_strides))
+            aligned = whole and known and vec * itemsize == 16
         else:
             aligned = vec * itemsize >= 4 and all(s == 1 for s in problem.inner_strides)
         config = configuration(n, itemsize, op, arch, contiguous, problem.inner, aligned)
