@@ -400,7 +400,7 @@ def _launcher(
     if config is None:
         if contiguous:
             whole = not problem.outer_shape and all(s == 1 for s in problem.axis_strides)
-            # The compiler is told of multiples of 16 elements; by less, copies of 16-bit elements are too narrow for it.
+            # The compiler is told of multiples of 16 elements; by less, copies of 16-bit elements would be too narrow.
             known = itemsize != 2 or not any(s % 16 for s in (n, *problem.inner_strides))
             aligned = whole and known and vec * itemsize == 16
         else:
