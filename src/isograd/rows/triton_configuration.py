@@ -149,7 +149,7 @@ _STRIPS: dict[tuple[int, str], dict[int, _Strip]] = {
         512: _Strip(32, 8, 2, 128, 2),
         1024: _Strip(32, 8, 4),
         2048: _Strip(32, 8, 8, 128),
-        4096: _Strip(16, 4, 8),
+        4096: _Strip(16, 8, 8, 128, 2),
     },
     (2, "softmax"): {
         256: _Strip(16, 4, 1),
