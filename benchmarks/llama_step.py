@@ -37,7 +37,8 @@ SMALL = {
 def build(sizes: dict[str, int], device: str, kind: str) -> tuple[Any, Any]:
     """A model, and the block that its steps run in."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="sdpa")).to(device, torch.bfloat16).train()
+    with torch.device(device):  # on a CPU the weights would take longer than the steps
+        model = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="sdpa")).to(torch.bfloat16).train()
     if kind == "torch":
         return model, contextlib.nullcontext()
     if kind == "order-free products and attention":
