@@ -58,46 +58,68 @@ def kl_terms(
 
 
 @triton.jit
+def _chunk(n, tiles, BLOCK: tl.constexpr):
+    """Where this program's chunk of tiles begins, and how many of its tiles are whole.
+
+    Whole tiles are read without a mask: of a mask by n, which the compiler knows nothing of, every element is loaded
+    by itself. That a chunk begins at a multiple of BLOCK is what the compiler is to see as well.
+    """
+    first = tl.program_id(0).to(tl.int64) * tiles
+    return first * BLOCK, tl.minimum(tiles, n // BLOCK - first)
+
+
+@triton.jit
 def kl_keys(
-    x_ptr, t_ptr, keys_ptr, n, length, shape, x_strides, t_strides, LOG: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, t_ptr, keys_ptr, n, tiles, shape, x_strides, t_strides, LOG: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The largest key of a chunk of `length` terms."""
-    begin = tl.program_id(0).to(tl.int64) * length
-    stop = tl.minimum(begin + length, n)
+    """The largest key of a chunk of terms."""
+    work: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
+    begin, whole = _chunk(n, tiles, BLOCK)
     index = begin + tl.arange(0, BLOCK)
-    key = terms.term_key(_terms(x_ptr, t_ptr, index, shape, x_strides, t_strides, index < stop, LOG))
-    for start in range(BLOCK, length, BLOCK):
-        at = index + start
-        p = _terms(x_ptr, t_ptr, at, shape, x_strides, t_strides, at < stop, LOG)
+    everywhere = tl.full((BLOCK,), True, tl.int1)
+    key = terms.term_key(tl.zeros((BLOCK,), work))
+    for start in range(0, whole * BLOCK, BLOCK):
+        p = _terms(x_ptr, t_ptr, index + start, shape, x_strides, t_strides, everywhere, LOG)
+        key = tl.maximum(key, terms.term_key(p))
+    if whole < tiles:
+        at = index + whole * BLOCK
+        p = _terms(x_ptr, t_ptr, at, shape, x_strides, t_strides, at < n, LOG)
         key = tl.maximum(key, terms.term_key(p))
     tl.store(keys_ptr + tl.program_id(0), tl.max(key, axis=0))
 
 
 @triton.jit
 def kl_parts(
-    x_ptr, t_ptr, keys_ptr, words_ptr, n, length, chunks, shape, x_strides, t_strides,
+    x_ptr, t_ptr, keys_ptr, words_ptr, n, tiles, chunks, shape, x_strides, t_strides,
     LOG: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """The words of a chunk, or the mark of a sum that is not finite."""
+    work: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
     c = tl.arange(0, CHUNKS)
     key = tl.max(tl.load(keys_ptr + c, mask=c < chunks, other=0), axis=0)
     _, scale, magic, low_scale = sums.term_scale(tl.zeros((1,), key.dtype) + key)
-    begin = tl.program_id(0).to(tl.int64) * length
-    stop = tl.minimum(begin + length, n)
+    special = tl.zeros((BLOCK,), work)
+    scale, magic, low_scale = scale + special, magic + special, low_scale + special
+    a = tl.zeros((BLOCK,), tl.int64)
+    b = a
+    begin, whole = _chunk(n, tiles, BLOCK)
     index = begin + tl.arange(0, BLOCK)
-    p = _terms(x_ptr, t_ptr, index, shape, x_strides, t_strides, index < stop, LOG)
-    scale, magic, low_scale = scale + tl.zeros_like(p), magic + tl.zeros_like(p), low_scale + tl.zeros_like(p)
-    a, b = terms.term_parts(p, scale, magic, low_scale)
-    special = terms.special_terms(p)
-    for start in range(BLOCK, length, BLOCK):
-        at = index + start
-        p = _terms(x_ptr, t_ptr, at, shape, x_strides, t_strides, at < stop, LOG)
+    everywhere = tl.full((BLOCK,), True, tl.int1)
+    for start in range(0, whole * BLOCK, BLOCK):
+        p = _terms(x_ptr, t_ptr, index + start, shape, x_strides, t_strides, everywhere, LOG)
+        more_a, more_b = terms.term_parts(p, scale, magic, low_scale)
+        a += more_a
+        b += more_b
+        special += terms.special_terms(p)
+    if whole < tiles:
+        at = index + whole * BLOCK
+        p = _terms(x_ptr, t_ptr, at, shape, x_strides, t_strides, at < n, LOG)
         more_a, more_b = terms.term_parts(p, scale, magic, low_scale)
         a += more_a
         b += more_b
         special += terms.special_terms(p)
     # What one place of the tile holds fits a word; the tile as a whole may not.
-    w0, w1, w2, w3 = terms.split_words(a, b, WORDS, p.dtype == tl.float64)
+    w0, w1, w2, w3 = terms.split_words(a, b, WORDS, work == tl.float64)
     mark = terms.mark_of(tl.sum(special, axis=0))
     words = words_ptr + tl.program_id(0) * WORDS
     tl.store(words, tl.where(terms.key_is_finite(key), tl.sum(w0, axis=0), mark))
@@ -151,13 +173,13 @@ def _sum(
     n: int, share: int, shape: Strides, strides: Any, log_target: bool, wide: bool, multiprocessors: int, _: Any
 ) -> _Sum:
     chunks = min(4 * multiprocessors, -(-n // elements.TILE), _MOST_CHUNKS)
-    length = -(-n // (chunks * elements.TILE)) * elements.TILE
-    chunks = -(-n // length)
+    tiles = -(-n // (chunks * elements.TILE))
+    chunks = -(-n // (tiles * elements.TILE))
     words = (2 if wide else 1) * (2 if n > _SHORT_SUM else 1)
     layout, most = elements.layout(shape, strides), _MOST_CHUNKS
-    free = ("n", "length", "chunks")
-    keys = Specification((n, length, *layout, log_target, elements.TILE), chunks, free=free[:2])
-    parts = Specification((n, length, chunks, *layout, log_target, elements.TILE, most, words), chunks, free=free)
+    free = ("n", "tiles", "chunks")
+    keys = Specification((n, tiles, *layout, log_target, elements.TILE), chunks, free=free[:2])
+    parts = Specification((n, tiles, chunks, *layout, log_target, elements.TILE, most, words), chunks, free=free)
     tail = (share, 1, chunks, 1, 1, 1, (), (), 1, most, words, share != 1, False)
     finish = Specification(tail, 1, free=("n", "chunks"))
     return _Sum(
