@@ -68,10 +68,11 @@ def scaled(x, factor):
 
 
 @triton.jit
-def load_scaled(base, row, column, inner_stride, axis_stride, mask, factor):
-    """A tile of logits over the temperature, -inf where there are none."""
+def load_scaled(base, row, column, inner_stride, axis_stride, mask, factor, COLDER: tl.constexpr = True):
+    """A tile of logits over the temperature, -inf where there are none; not COLDER: the factor is at most 1."""
     x = load(base, row, column, inner_stride, axis_stride, mask, 0.0)
-    return tl.where(mask, scaled(x, factor), float("-inf"))
+    z = scaled(x, factor) if COLDER else x * factor
+    return tl.where(mask, z, float("-inf"))
 
 
 @triton.jit

@@ -140,11 +140,10 @@ def _run(
         strides += [indices.stride(), c_strides(indices.shape)]
         after = (problem.classes, faults.code(problem.operation, "indices", False))
     strides.append(out.stride() if backward else _inserted(out.stride(), axis))
-    if indices is None and size is None:
-        colder = bool(factors.inverse > 1)
-        if _run_staged((*tensors, out), strides, share if backward else None, numbers, colder):
-            return
+    colder = bool(factors.inverse > 1)
     top = indices is not None
+    if not top and size is None and _run_staged((*tensors, out), strides, share if backward else None, numbers, colder):
+        return
     module: Any = triton_top if top else triton_rows
     kernel = getattr(module, f"distillation_{'top_' if top else ''}{'gradient' if backward else 'rows'}")
     first, itemsize = len(given) - 1, 8 if work == "float64" else 4
@@ -154,7 +153,7 @@ def _run(
         kernel,
         (share,) if backward else (),
         after,
-        (power_of_two(problem.classes),) if top else (),
+        (power_of_two(problem.classes),) if top else (colder,),
         whole,
         itemsize * (1 if top else 2),
         (x.dtype, *(v.dtype for v in tensors)),

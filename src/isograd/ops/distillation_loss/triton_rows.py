@@ -4,7 +4,8 @@
 """Distillation from all of the teacher's logits in Triton; `reference.py` is the definition.
 
 A program serves ROWS neighbouring rows in passes over their classes. Rows that fit a tile (HELD) are read once; the
-others come from the second-level cache after the first pass.
+others come from the second-level cache after the first pass. COLDER: the temperature is below 1, where a finite logit
+over it may overflow; every pass takes five instructions an element more.
 """
 
 import triton
@@ -28,6 +29,7 @@ def distillation_rows(
     x_ptr, t_ptr, loss_ptr, factor_low, factor_high, square_low, square_high, n, inner,
     x_axis, x_inner, t_axis, t_inner, loss_axis, loss_inner, outer_shape, x_outer, t_outer, loss_outer,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr, HELD: tl.constexpr,
+    COLDER: tl.constexpr,
 ):  # fmt: skip
     """The losses of rows."""
     work: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
@@ -38,8 +40,8 @@ def distillation_rows(
     x_ptr += memory.outer_offset(outer, outer_shape, x_outer)
     t_ptr += memory.outer_offset(outer, outer_shape, t_outer)
     mask = inside & (column < n)
-    held_x = tiles.load_scaled(x_ptr, row, column, x_inner, x_axis, mask, factor)
-    held_t = tiles.load_scaled(t_ptr, row, column, t_inner, t_axis, mask, factor)
+    held_x = tiles.load_scaled(x_ptr, row, column, x_inner, x_axis, mask, factor, COLDER)
+    held_t = tiles.load_scaled(t_ptr, row, column, t_inner, t_axis, mask, factor, COLDER)
     stop = n
     if HELD:
         stop = BLOCK
@@ -48,8 +50,9 @@ def distillation_rows(
     if not HELD:
         for start in range(BLOCK, stop, BLOCK):
             mask = inside & (column + start < n)
-            x_best = tiles.larger(x_best, tiles.load_scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor))
-            t_best = tiles.larger(t_best, tiles.load_scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor))
+            x = tiles.load_scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor, COLDER)
+            t = tiles.load_scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor, COLDER)
+            x_best, t_best = tiles.larger(x_best, x), tiles.larger(t_best, t)
     xm, x_valid = tiles.maximum(x_best)
     tm, t_valid = tiles.maximum(t_best)
     valid = x_valid & t_valid
@@ -62,8 +65,8 @@ def distillation_rows(
         x, t = held_x, held_t
         if not HELD:
             mask = inside & (column + start < n)
-            x = tiles.load_scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor)
-            t = tiles.load_scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor)
+            x = tiles.load_scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor, COLDER)
+            t = tiles.load_scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor, COLDER)
         _, high, low = tiles.exponentials(x, x_base, x_floor, x_bias)
         x_high += high
         x_low += low
@@ -82,8 +85,8 @@ def distillation_rows(
     for start in range(0, stop, BLOCK):
         x, t, mask = held_x, held_t, inside & (column + start < n)
         if not HELD:
-            x = tiles.load_scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor)
-            t = tiles.load_scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor)
+            x = tiles.load_scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor, COLDER)
+            t = tiles.load_scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor, COLDER)
         p = _terms(x, t, tm, t_base, t_floor, t_bias, r, r_low, largest, high, rest)
         most, least = tiles.extremes(most, least, tl.where(mask, p, 0.0))
     key, special, exponent, scale, magic, low_scale = tiles.term_scale(most, least)
@@ -92,8 +95,8 @@ def distillation_rows(
     for start in range(0, stop, BLOCK):
         x, t, mask = held_x, held_t, inside & (column + start < n)
         if not HELD:
-            x = tiles.load_scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor)
-            t = tiles.load_scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor)
+            x = tiles.load_scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor, COLDER)
+            t = tiles.load_scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor, COLDER)
         p = _terms(x, t, tm, t_base, t_floor, t_bias, r, r_low, largest, high, rest)
         a, b = tiles.limbs(tl.where(mask, p, 0.0), scale, magic, low_scale)
         high_sum += a
@@ -120,6 +123,7 @@ def distillation_gradient(
     g_axis, g_inner, x_axis, x_inner, t_axis, t_inner, dx_axis, dx_inner,
     outer_shape, g_outer, x_outer, t_outer, dx_outer,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, V: tl.constexpr, HELD: tl.constexpr,
+    COLDER: tl.constexpr,
 ):  # fmt: skip
     """The gradients of rows for the student's logits, whose place they may take."""
     work: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
@@ -130,8 +134,8 @@ def distillation_gradient(
     x_ptr += memory.outer_offset(outer, outer_shape, x_outer)
     t_ptr += memory.outer_offset(outer, outer_shape, t_outer)
     mask = inside & (column < n)
-    held_x = tiles.load_scaled(x_ptr, row, column, x_inner, x_axis, mask, factor)
-    held_t = tiles.load_scaled(t_ptr, row, column, t_inner, t_axis, mask, factor)
+    held_x = tiles.load_scaled(x_ptr, row, column, x_inner, x_axis, mask, factor, COLDER)
+    held_t = tiles.load_scaled(t_ptr, row, column, t_inner, t_axis, mask, factor, COLDER)
     stop = n
     if HELD:
         stop = BLOCK
@@ -140,8 +144,9 @@ def distillation_gradient(
     if not HELD:
         for start in range(BLOCK, stop, BLOCK):
             mask = inside & (column + start < n)
-            x_best = tiles.larger(x_best, tiles.load_scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor))
-            t_best = tiles.larger(t_best, tiles.load_scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor))
+            x = tiles.load_scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor, COLDER)
+            t = tiles.load_scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor, COLDER)
+            x_best, t_best = tiles.larger(x_best, x), tiles.larger(t_best, t)
     xm, x_valid = tiles.maximum(x_best)
     tm, t_valid = tiles.maximum(t_best)
     valid = x_valid & t_valid
@@ -154,8 +159,8 @@ def distillation_gradient(
         x, t = held_x, held_t
         if not HELD:
             mask = inside & (column + start < n)
-            x = tiles.load_scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor)
-            t = tiles.load_scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor)
+            x = tiles.load_scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor, COLDER)
+            t = tiles.load_scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor, COLDER)
         _, high, low = tiles.exponentials(x, x_base, x_floor, x_bias)
         x_high += high
         x_low += low
@@ -174,8 +179,8 @@ def distillation_gradient(
     for start in range(0, stop, BLOCK):
         x, t, mask = held_x, held_t, inside & (column + start < n)
         if not HELD:
-            x = tiles.load_scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor)
-            t = tiles.load_scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor)
+            x = tiles.load_scaled(x_ptr, row, column + start, x_inner, x_axis, mask, factor, COLDER)
+            t = tiles.load_scaled(t_ptr, row, column + start, t_inner, t_axis, mask, factor, COLDER)
         q = tiles.probabilities(x, xm, x_base, x_floor, x_bias, x_r, x_r_low, x_largest)
         p = tiles.probabilities(t, tm, t_base, t_floor, t_bias, t_r, t_r_low, t_largest)
         tiles.store(dx_ptr, row, column + start, dx_inner, dx_axis, mask, tiles.broad(g) * (q - p))
