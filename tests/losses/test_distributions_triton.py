@@ -17,6 +17,7 @@ from triton_targets import TARGETS, resources  # noqa: E402
 
 from isograd.numerics.storage import compute_dtype  # noqa: E402
 from isograd.ops.distillation_loss import triton as launch  # noqa: E402
+from isograd.ops.kl_div import triton as kl_div  # noqa: E402
 from isograd.reduction import cuda as reduction  # noqa: E402
 
 SCRIPT = Path(__file__).parent / "distributions_interpreted.py"
@@ -101,6 +102,30 @@ def test_long_rows_are_read_once(operation: str, dtype: str, n: int) -> None:
     assert need["stack"] <= 384
     assert need["registers"] <= 128
     assert need["shared"] <= 72 * 1024
+
+
+@pytest.mark.thorough
+def test_temperatures_from_1_on_cost_no_test_for_overflow() -> None:
+    def instructions(temperature: float) -> int:
+        descriptor = ig.DistillationLossDescriptor(
+            tuple(x.shape), "float32", temperature=temperature, reduction="none"
+        ).validated()
+        found = triton_targets.kernels_of(
+            "sm_90", lambda: launch.distillation_loss(descriptor, x, x, x[:, 0].contiguous()), launch
+        )
+        return triton_targets.sass(found["distillation_rows"]).count(";")
+
+    x = torch.zeros((8, 100_000))
+    assert instructions(1.0) < 0.95 * instructions(0.5)
+
+
+@pytest.mark.thorough
+def test_any_number_of_terms_of_kl_div_is_read_in_wide_loads() -> None:
+    x = torch.zeros((999, 1001))
+    descriptor = ig.KlDivDescriptor(tuple(x.shape), "float32", "sum").validated()
+    found = triton_targets.kernels_of("sm_90", lambda: kl_div.kl_div(descriptor, x, x, torch.zeros(())), kl_div)
+    for name in ("kl_keys", "kl_parts"):
+        assert triton_targets.sass(found[name]).count("LDG.E.128") == 4, name  # 1024 of x and t by 128 threads
 
 
 @pytest.mark.parametrize(
