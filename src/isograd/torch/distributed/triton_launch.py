@@ -11,8 +11,11 @@ _BLOCK, _WARPS = 2048, 8  # elements and warps of a program
 
 
 def _over(n: int, *tail: Any) -> Specification:
-    """A kernel that ends with n, other numbers and constants, and a block."""
-    return Specification((n, *tail, _BLOCK), -(-n // _BLOCK), _WARPS, free=("n",))
+    """A kernel that ends with n, other numbers and constants, and a block.
+
+    n is not free: without knowing that 16 divides it the compiler would load every element by itself.
+    """
+    return Specification((n, *tail, _BLOCK), -(-n // _BLOCK), _WARPS)
 
 
 def accumulate(
