@@ -41,16 +41,21 @@ def architecture(target: str) -> int:
     return where.arch if where.backend == "cuda" else 0
 
 
-def _describe(value: Any, path: tuple[int, ...], constants: dict[Any, Any], attributes: dict[Any, Any]) -> Any:
-    """The signature of an argument as the launcher specialises it: 1 is a constant, 16 divides what it divides."""
+def _describe(
+    value: Any, path: tuple[int, ...], constants: dict[Any, Any], attributes: dict[Any, Any], free: bool
+) -> Any:
+    """The signature of an argument as the launcher specialises it: 1 is a constant, 16 divides what it divides.
+
+    free: nothing is said of its value.
+    """
     if isinstance(value, tuple):
-        return tuple(_describe(v, (*path, i), constants, attributes) for i, v in enumerate(value))
+        return tuple(_describe(v, (*path, i), constants, attributes, free) for i, v in enumerate(value))
     if isinstance(value, float):
         return "fp32"
-    if value == 1:
+    if value == 1 and not free:
         constants[path] = 1
         return "constexpr"
-    if value % 16 == 0:
+    if value % 16 == 0 and not free:
         attributes[path] = [["tt.divisibility", 16]]
     return "i32" if abs(value) < 2**31 else "i64"
 
@@ -86,7 +91,8 @@ def compiled(
             signature[name] = "constexpr"
             constants[(i,)] = value
         else:
-            signature[name] = _describe(value, (i,), constants, attributes)
+            free = bool(kernel.params[i].do_not_specialize)
+            signature[name] = _describe(value, (i,), constants, attributes, free)
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
     return triton.compile(source, target=TARGETS[target], options=options)
 

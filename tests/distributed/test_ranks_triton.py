@@ -94,7 +94,8 @@ def test_kernels_of_spread_products_compile(target: str) -> None:
 
     found = triton_targets.kernels_of(target, run, cuda)
     assert set(found) == {"line_words", "weight_balance", "slice_chunks", "add_parts", "round_sums"}
-    assert resources(found["add_parts"])["stack"] <= 128
+    # Sums leave a thread one by one, at addresses of 64 bits: registers spill at the end of a tile.
+    assert resources(found["add_parts"])["stack"] <= 512
 
 
 def test_numbers_of_tokens_compile_few_kernels() -> None:

