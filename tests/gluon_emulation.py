@@ -596,7 +596,6 @@ _NAMES: dict[str, Any] = {
 }
 _FUNCTIONS: dict[str, dict[str, Any]] = {
     "isograd.flash_attention.gluon_steps": {"load": _bring, "store": _later(_put), "add": _later(_accumulate)},
-    "isograd.flash_attention.order_free.gluon_integers": {"load": _bring},
     "isograd.products.gluon_gemm": {"load": _bring},
     "isograd.numerics.triton_ops": {"narrow": lambda x, dtype, native: _tensor(ref.narrow(np.asarray(x), dtype))},
 }

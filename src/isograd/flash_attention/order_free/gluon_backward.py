@@ -11,9 +11,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from isograd.flash_attention import gluon_steps as steps
 from isograd.flash_attention import triton_masks as masks
 from isograd.flash_attention.order_free import gluon_integers as products
-from isograd.flash_attention.order_free import triton_backward as triton
+from isograd.flash_attention.order_free import triton_backward as anywhere
 from isograd.flash_attention.order_free import triton_integers as integers
 from isograd.flash_attention.order_free import triton_scores as scoring
 from isograd.numerics import triton_ops as ops
@@ -101,9 +102,9 @@ def _produce(
         own_row = (zb * own_heads + h).to(gl.int32) * own_pitch + own_slot
         mbarrier.expect(own_full, 2 * ROWS * (BD if KIND == DV else BD + BDV))
         for digit in gl.static_range(2):
-            products.load(a_desc, [own_row, digit * BD], own_full, a_smem.index(digit))
+            steps.load(a_desc, [own_row, digit * BD], own_full, a_smem.index(digit))
             if KIND != DV:
-                products.load(c_desc, [own_row, digit * BDV], own_full, c_smem.index(digit))
+                steps.load(c_desc, [own_row, digit * BDV], own_full, c_smem.index(digit))
         step = 0
         for member in range(1 if KIND == DQ else group):
             if KIND == DQ:
@@ -128,20 +129,20 @@ def _produce(
                     mbarrier.wait(b_empty.index(at), (turn // B_SLOTS & 1) ^ 1)
                     mbarrier.expect(b_full.index(at), 2 * B_ROWS * BD)
                     for digit in gl.static_range(2):
-                        products.load(b_desc, [row, digit * BD], b_full.index(at), b_smem.index(2 * at + digit))
+                        steps.load(b_desc, [row, digit * BD], b_full.index(at), b_smem.index(2 * at + digit))
                     if KIND != DV:
                         turn = step * 2 + part
                         at = turn % D_SLOTS
                         mbarrier.wait(d_empty.index(at), (turn // D_SLOTS & 1) ^ 1)
                         mbarrier.expect(d_full.index(at), 2 * 64 * BDV)
                         for digit in gl.static_range(2):
-                            products.load(d_desc, [row, digit * BDV], d_full.index(at), d_smem.index(2 * at + digit))
+                            steps.load(d_desc, [row, digit * BDV], d_full.index(at), d_smem.index(2 * at + digit))
                 at = step % W_SLOTS
                 mbarrier.wait(w_empty.index(at), (step // W_SLOTS & 1) ^ 1)
                 mbarrier.expect(w_full.index(at), 2 * BLOCK * WIDTH)
                 for part in gl.static_range(2 * PARTS):
                     row = other_head * (2 * WIDTH) + 64 * part
-                    products.load(w_desc, [row, column], w_full.index(at), w_smem.index(2 * PARTS * at + part))
+                    steps.load(w_desc, [row, column], w_full.index(at), w_smem.index(2 * PARTS * at + part))
                 step += 1
 
 
@@ -149,10 +150,10 @@ def _produce(
 def _weights(left, right, operand: gl.constexpr):
     """(high digits, low digits, exponents G, which are not finite) of rows of weights, as `triton_integers.weights`."""
     key = gl.maximum(gl.max(ops.magnitude_key(left), 1), gl.max(ops.magnitude_key(right), 1))
-    exponent = gl.maximum(exponent_of(key), integers._LEAST)
+    exponent = gl.maximum(exponent_of(key), integers.LEAST)
     scale = ops.pow2_32(15 - exponent)[:, None]
     high, low = products.operand(products.for_digits(left * scale), products.for_digits(right * scale), operand)
-    return high, low, exponent, key >= integers._INFINITY
+    return high, low, exponent, key >= integers.INFINITY
 
 
 @gluon.jit
@@ -213,7 +214,7 @@ def _step(
             total, of_scores, i, j, lq, lk, left, right, cap, of_a, of_a, of_a, of_a, of_a, of_a, SPECIAL, LEFT, RIGHT,
             SOFTCAP, False, False, False, SPECIAL,
         )  # fmt: skip
-        w = triton._probabilities(t, level, SPECIAL)
+        w = anywhere.probabilities(t, level, SPECIAL)
         if KIND != DV:
             turn = 2 * step + part
             d_at = turn % D_SLOTS
@@ -235,7 +236,7 @@ def _step(
         if KIND == DV:
             w = w * of_d[None, :]
         else:
-            w = triton._gradient(w, g.to(gl.float32) * of_products, delta, slope, w, SOFTCAP, False)
+            w = anywhere.gradient(w, g.to(gl.float32) * of_products, delta, slope, w, SOFTCAP, False)
             w = w * of_b[None, :]
         if SPECIAL:
             # Positions once more instead of the scores, whose registers are needed.

@@ -13,15 +13,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from isograd.flash_attention import gluon_steps as steps
 from isograd.flash_attention import triton_masks as masks
 from isograd.flash_attention.order_free import gluon_integers as products
-from isograd.flash_attention.order_free import triton_forward as triton
+from isograd.flash_attention.order_free import triton_forward as anywhere
 from isograd.flash_attention.order_free import triton_integers as integers
 from isograd.flash_attention.order_free import triton_scores as scoring
 from isograd.numerics import triton_ops as ops
 
 BLOCK, ROWS = products.BLOCK, products.ROWS
-_NOTHING, _MARGIN = triton._NOTHING, triton._MARGIN
 _MAGIC_BITS = gl.constexpr((128 * ops.MAGIC_BITS_32.value + (1 << 31)) % (1 << 32) - (1 << 31))  # of a row's shares
 
 
@@ -80,7 +80,7 @@ def _produce(
         k_head = (zb * (heads // group) + h // group).to(gl.int32)
         mbarrier.expect(q_full, 2 * ROWS * BD)
         for digit in gl.static_range(2):
-            products.load(q_desc, [q_row, digit * BD], q_full, q_smem.index(digit))
+            steps.load(q_desc, [q_row, digit * BD], q_full, q_smem.index(digit))
         kv_heads = heads // group
         stride = k_pitch.to(gl.int64) * kv_heads * problem[1]
         numbers_ptr = k_numbers_ptr + k_head.to(gl.int64) * k_pitch + k_slot
@@ -96,14 +96,12 @@ def _produce(
             mbarrier.expect(k_full.index(at), 2 * BLOCK * BD)
             for digit in gl.static_range(2):
                 row = k_head * k_pitch + k_slot + n * BLOCK
-                products.load(k_desc, [row, digit * BD], k_full.index(at), k_smem.index(2 * at + digit))
+                steps.load(k_desc, [row, digit * BD], k_full.index(at), k_smem.index(2 * at + digit))
             mbarrier.wait(v_empty.index(at), phase)
             mbarrier.expect(v_full.index(at), 2 * BLOCK * BDV)
             for part in gl.static_range(2 * BDV // 64):
                 row = k_head * (2 * BDV) + 64 * part
-                products.load(
-                    v_desc, [row, k_slot + n * BLOCK], v_full.index(at), v_smem.index(2 * BDV // 64 * at + part)
-                )
+                steps.load(v_desc, [row, k_slot + n * BLOCK], v_full.index(at), v_smem.index(2 * BDV // 64 * at + part))
             step += 1
 
 
@@ -169,7 +167,7 @@ def _step(
     weighed = gl.maximum(gl.max(t0 + level0, 1), gl.max(t1 + level1, 1))
     some = greatest >= -scoring.REACH
     u = integers.above(gl.where(some, weighed, -1.0))
-    mine = integers.above(gl.where(some, greatest + _MARGIN, -1.0))
+    mine = integers.above(gl.where(some, greatest + integers.MARGIN, -1.0))
     new = gl.where(some, gl.maximum(top, mine), top)
     of_shares = ((22 - mine) - ops.MAGIC_BITS_32)[:, None]
     of_weights = ((15 - u) - ops.MAGIC_BITS_32)[:, None]
@@ -240,7 +238,7 @@ def _consume(
         if PARTS == 2:
             o_smem.store(o)
         sums = gl.zeros([ROWS], gl.float32, lines)
-        top = gl.full([ROWS], _NOTHING, gl.int32, lines)
+        top = gl.full([ROWS], anywhere.NOTHING, gl.int32, lines)
         bad = gl.zeros([ROWS], gl.int32, lines)
         if CACHED:
             bad += wrong
@@ -248,7 +246,7 @@ def _consume(
             sink = gl.load(sinks_ptr + h).to(gl.float32) + gl.zeros([ROWS], gl.float32, lines)
             if PACKED:
                 sink = gl.where(z < sequences, sink, float("-inf"))
-            top, sums, no_number = triton._with_sink(sink, top, sums)
+            top, sums, no_number = anywhere.with_sink(sink, top, sums)
             bad += no_number
         mbarrier.wait(q_full, 0)
         q_high = q_smem.index(0)
@@ -274,9 +272,9 @@ def _consume(
                 )  # fmt: skip
             step += 1
 
-        there = top > _NOTHING
+        there = top > anywhere.NOTHING
         sums = gl.where(there, sums, 1.0)
-        lse = gl.where(there, triton._log_sum(gl.where(there, top, 0), sums), float("-inf"))
+        lse = gl.where(there, anywhere.log_sum(gl.where(there, top, 0), sums), float("-inf"))
         lse = gl.where(bad > 0, float("nan"), lse)
         gl.store(lse_ptr + head * tokens + q_first + i, ops.narrow(lse, gl.float32, False), mask=i < lq)
         factor = gl.where(there, ops.divide(1.0, sums) * inverse, 0.0)

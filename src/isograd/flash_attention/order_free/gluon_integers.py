@@ -7,7 +7,7 @@ Columns of a tile are in order, and weights become the operand that `triton_inte
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from isograd.flash_attention.order_free import triton_integers as integers
 from isograd.numerics import triton_ops as ops
@@ -18,8 +18,6 @@ NUMBER_SLOTS = gl.constexpr(2)  # blocks whose numbers are in shared memory
 ROWS = gl.constexpr(64)  # of a group of four warps
 # Rounds to an integer and adds 128, after which the bytes are the digits, but for the first bit of the low one.
 _MAGIC_DIGITS = gl.constexpr(float(_MAGIC) + 128.0)
-
-load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # the name since Triton 3.9, or before
 
 
 @gluon.jit

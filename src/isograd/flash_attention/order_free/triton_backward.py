@@ -20,7 +20,7 @@ _HIGH = tl.constexpr(64.0)
 
 
 @triton.jit
-def _probabilities(t, level, careful):
+def probabilities(t, level, careful):
     """2**(t - level), at most 2**64, and 0 below 2**-126."""
     x = t - level
     # At -127 the sum of the bits is a zero.
@@ -43,7 +43,7 @@ def _visible(weights, t, raw_ptr, careful, HIDES: tl.constexpr):
 
 
 @triton.jit
-def _gradient(p, g, delta, slope, keep, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr):
+def gradient(p, g, delta, slope, keep, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr):
     """Return p (g - D), g being 0 where dropped, times the slope of a soft cap."""
     if DROPOUT:
         g = tl.where(keep, g, 0.0)
@@ -77,7 +77,7 @@ def _query_half(
         total, factor, i, j, lq, lk, left, right, cap, bias_base, bias_strides, mask_base, mask_strides, q_segment,
         k_segment, careful, LEFT, RIGHT, SOFTCAP, BIAS, MASK, SEGMENTS, PARTIAL,
     )  # fmt: skip
-    p = _probabilities(t, tl.load(at)[None, :], careful)
+    p = probabilities(t, tl.load(at)[None, :], careful)
     of_do = tl.load(at + 3 * count)
     raw, keep, of_dv, of_dk = (at + 4 * count)[None, :], at, p, p
     hides: tl.constexpr = PARTIAL or MASK or SEGMENTS
@@ -91,7 +91,7 @@ def _query_half(
     if KEYS:
         total = integers.exact(v_high, v_low, do_rows.load([slot + row, 0]).T, do_rows.load([slot + row, BDV]).T)
         g = total.to(tl.float32) * ((of_do * inverse)[None, :] * of_v[:, None])
-        s = _gradient(p, g, tl.load(at + count)[None, :], slope, keep, SOFTCAP, DROPOUT)
+        s = gradient(p, g, tl.load(at + count)[None, :], slope, keep, SOFTCAP, DROPOUT)
         of_dk = _visible(s * of_q[None, :], t, raw, careful, hides)
     return of_dv, of_dk
 
@@ -255,13 +255,13 @@ def _key_half(
         total, rows[:, None] * of_k, i, here[None, :], lq, lk, left, right, cap, bias_base, bias_strides, mask_base,
         mask_strides, q_segment, k_segment, careful, LEFT, RIGHT, SOFTCAP, BIAS, MASK, SEGMENTS, PARTIAL,
     )  # fmt: skip
-    p = _probabilities(t, level[:, None], careful)
+    p = probabilities(t, level[:, None], careful)
     keep = here
     if DROPOUT:
         keep = masks.kept(first, column, number, seed_low, seed_high, threshold, BM, HALF)
     total = integers.exact(do_high, do_low, v_rows.load([slot + column, 0]).T, v_rows.load([slot + column, BDV]).T)
     g = total.to(tl.float32) * (of_do[:, None] * tl.load(numbers_ptr + count + here)[None, :])
-    s = _gradient(p, g, delta[:, None], slope, keep, SOFTCAP, DROPOUT)
+    s = gradient(p, g, delta[:, None], slope, keep, SOFTCAP, DROPOUT)
     return _visible(s * of_k, t, raw[:, None], careful, PARTIAL or MASK or SEGMENTS)
 
 

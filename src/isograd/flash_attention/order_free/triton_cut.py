@@ -14,14 +14,13 @@ import triton.language as tl
 
 from isograd.flash_attention import triton_cache as cache
 from isograd.flash_attention import triton_masks as masks
-from isograd.flash_attention.order_free.triton_integers import BLOCK, HALF, TINY, power
+from isograd.flash_attention.order_free.triton_integers import BLOCK, HALF, MARGIN, TINY, power
 from isograd.flash_attention.triton_rows import load_rows, row_sums
 from isograd.numerics import triton_ops as ops
 from isograd.numerics.triton_memory import wide_int
 from isograd.products.triton_slices import digits_of, exponent_of
 
 _NO_ROW = tl.constexpr(-(1 << 14))
-_MARGIN = tl.constexpr(0.015625)
 _INFINITY = tl.constexpr(0x7F800000)
 
 
@@ -148,7 +147,7 @@ def _store_keys(
     good = k_finite & v_finite
     at = numbers_ptr + head * pitch + slot + tl.arange(0, BLOCK)
     tl.store(at, tl.where(good, scale, float("nan")))
-    tl.store(at + count, exponent.to(tl.float32) + _MARGIN)
+    tl.store(at + count, exponent.to(tl.float32) + MARGIN)
     tl.store(at + 2 * count, ops.as_float(exponent))
     _store_worst(numbers_ptr + 3 * count, head, slot, pitch, scale, good)
 

@@ -17,8 +17,7 @@ from isograd.numerics import triton_ops as ops
 from isograd.numerics.triton_memory import wide_int
 
 BLOCK, HALF = integers.BLOCK, integers.HALF
-_MARGIN = tl.constexpr(0.015625)
-_NOTHING = tl.constexpr(-(1 << 24))  # M of a row that has seen nothing: what it fades by is 0
+NOTHING = tl.constexpr(-(1 << 24))  # M of a row that has seen nothing: what it fades by is 0
 _LN2, _LN2_REST = tl.constexpr(c.LN2_32), tl.constexpr(c.LN2_REST_32)
 _SINK_SCALE = tl.constexpr(2.0**-22)
 
@@ -99,7 +98,7 @@ def _steps(
         weighed = tl.maximum(tl.max(t0 + level0[None, :], 1), tl.max(t1 + level1[None, :], 1))
         some = greatest >= -scoring.REACH
         u = integers.above(tl.where(some, weighed, -1.0))
-        mine = integers.above(tl.where(some, greatest + _MARGIN, -1.0))
+        mine = integers.above(tl.where(some, greatest + integers.MARGIN, -1.0))
         new = tl.where(some, tl.maximum(top, mine), top)
         of_shares, of_weights = (22 - mine) - ops.MAGIC_BITS_32, (15 - u) - ops.MAGIC_BITS_32
         shares0, high0, low0 = _weights(
@@ -124,11 +123,11 @@ def _steps(
 
 
 @triton.jit
-def _with_sink(sink, top, sums):
+def with_sink(sink, top, sums):
     """(M, l, whether the sink is no number) of rows that start with a sink."""
     t = sink * masks.LOG2E
     t = tl.where(t == t, tl.minimum(tl.maximum(t, -scoring.REACH), scoring.REACH), 0.0)
-    start = integers.above(t + _MARGIN)
+    start = integers.above(t + integers.MARGIN)
     m, k = integers.exp2_parts(t)
     share = integers.rounded(m, k + ((22 - start) - ops.MAGIC_BITS_32)) - ops.MAGIC_BITS_32
     share = share.to(tl.float32) * _SINK_SCALE
@@ -137,7 +136,7 @@ def _with_sink(sink, top, sums):
 
 
 @triton.jit
-def _log_sum(top, sums):
+def log_sum(top, sums):
     """RN(M ln 2 + log l)."""
     high, low = ops.log_pair_32(sums)
     m = top.to(tl.float32)
@@ -205,7 +204,7 @@ def order_free_forward(
 
     o = tl.zeros((BM, BDV), tl.float32)
     sums = tl.zeros((BM,), tl.float32)
-    top = tl.full((BM,), _NOTHING, tl.int32)
+    top = tl.full((BM,), NOTHING, tl.int32)
     bad = tl.zeros((BM,), tl.int32)
     if CACHED:
         bad += (used < 0).to(tl.int32)
@@ -213,7 +212,7 @@ def order_free_forward(
         sink = tl.load(sinks_ptr + h).to(tl.float32)
         if PACKED:
             sink = tl.where(z < sequences, sink, float("-inf"))
-        top, sums, wrong = _with_sink(sink, top, sums)
+        top, sums, wrong = with_sink(sink, top, sums)
         bad += wrong
     edges = masks.other_tiles(first, lk, left, right, BM, BLOCK, LEFT, RIGHT)
     for part in tl.static_range(3):
@@ -226,9 +225,9 @@ def order_free_forward(
                 RIGHT, SOFTCAP, BIAS, MASK, SEGMENTS, DROPOUT, part != 1, BM, STAGES,
             )  # fmt: skip
 
-    there = top > _NOTHING
+    there = top > NOTHING
     sums = tl.where(there, sums, 1.0)
-    lse = tl.where(there, _log_sum(tl.where(there, top, 0), sums), float("-inf"))
+    lse = tl.where(there, log_sum(tl.where(there, top, 0), sums), float("-inf"))
     lse = tl.where(bad > 0, float("nan"), lse)
     tl.store(lse_ptr + head * tokens + q_first + i, ops.narrow(lse, tl.float32, False), mask=i < lq)
     factor = tl.where(there, ops.divide(1.0, sums) * inverse, 0.0)

@@ -17,8 +17,9 @@ from isograd.products.triton_slices import exponent_of
 
 BLOCK = tl.constexpr(128)
 HALF = tl.constexpr(64)
-_LEAST = tl.constexpr(-110)
-_INFINITY = tl.constexpr(0x7F800000)
+MARGIN = tl.constexpr(0.015625)  # of the largest score of a block
+LEAST = tl.constexpr(-110)
+INFINITY = tl.constexpr(0x7F800000)
 TINY = tl.constexpr(2.0**-18)  # what scales of two rows leave of 2**-22
 _S0, _S1, _S2, _S3 = (tl.constexpr(v) for v in c.EXP2_POLY_SHORT)
 
@@ -83,9 +84,9 @@ def joined(left, right, ROWS: tl.constexpr):
 def weights(left, right, ROWS: tl.constexpr):
     """(high digits, low digits, exponents G, which are not finite) of rows of weights in two halves [ROWS, 64]."""
     key = tl.maximum(tl.max(ops.magnitude_key(left), 1), tl.max(ops.magnitude_key(right), 1))
-    exponent = tl.maximum(exponent_of(key), _LEAST)
+    exponent = tl.maximum(exponent_of(key), LEAST)
     scale = ops.pow2_32(15 - exponent)[:, None]
     left_high, left_low = digits(ops.as_int(left * scale + ops.MAGIC_32))
     right_high, right_low = digits(ops.as_int(right * scale + ops.MAGIC_32))
     high, low = joined(left_high, right_high, ROWS), joined(left_low, right_low, ROWS)
-    return high, low, exponent, key >= _INFINITY
+    return high, low, exponent, key >= INFINITY
