@@ -109,16 +109,24 @@ def patch_constants() -> None:
 
 
 def patch_dot() -> None:
-    """Both multiply the bits of bfloat16 as if they were integers."""
+    """All multiply the bits of bfloat16 as if they were integers, and sum in the order of the machine's BLAS.
+
+    That order may depend on the number of rows, which a GPU's does not: floats are added up one after another.
+    """
     original = InterpreterBuilder.create_dot
 
-    def widened(x: Any) -> Any:
-        if x.dtype.scalar != tl.bfloat16:
-            return x
-        return TensorHandle(x.data.view(ml_dtypes.bfloat16).astype(np.float32), tl.float32)
+    def floats(x: Any) -> Any:
+        return x.data.view(ml_dtypes.bfloat16) if x.dtype.scalar == tl.bfloat16 else x.data
 
-    def patched(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return original(self, widened(a), widened(b), *rest)
+    def patched(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        if not d.dtype.scalar.is_floating():
+            return original(self, a, b, d, *rest)
+        left, right = (floats(x).astype(d.data.dtype) for x in (a, b))
+        total = np.zeros_like(d.data)
+        with np.errstate(all="ignore"):
+            for k in range(left.shape[-1]):
+                total += left[..., k, None] * right[..., k, None, :]
+            return TensorHandle(total + d.data, d.dtype.scalar)
 
     InterpreterBuilder.create_dot = patched
 

@@ -70,10 +70,15 @@ def linear_cross_entropy(descriptor: LinearDescriptor, arguments: Mapping[str, A
 
 
 class LibraryProducts:
-    """The products and the sum of a call's arguments as torch computes them."""
+    """The products and the sum of a call's arguments as torch computes them.
+
+    hidden and the weight are copied where they are not contiguous: other strides are another product to the library,
+    with other bits.
+    """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
-        self._hidden, self._weight, self._bias = arguments["hidden"], arguments["weight"], arguments.get("bias")
+        self._hidden, self._weight = arguments["hidden"].contiguous(), arguments["weight"].contiguous()
+        self._bias = arguments.get("bias")
 
     def logits(self, rows: slice, classes: slice, out: torch.Tensor) -> None:
         """Those of some rows and classes, with their bias."""
