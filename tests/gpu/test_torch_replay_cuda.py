@@ -136,6 +136,48 @@ def replays(monkeypatch):
     return counts
 
 
+def with_state(x, y, index, rows):
+    loss, state = ig.cross_entropy(x, index[:, 1], return_state=True)
+    return loss, ig.cross_entropy_backward(0.5, x, index[:, 1], state=state), ig.cross_entropy_backward(
+        loss, x, index[:, 1], label_smoothing=0.1
+    )
+
+
+FUNCTIONS = {
+    "cross_entropy": lambda x, y, index, rows: (ig.cross_entropy(x, index[:, 1], z_loss=0.1),),
+    "its gradient": lambda x, y, index, rows: ig.cross_entropy(x, index[:, 1], return_gradient=True),
+    "its gradient in place": lambda x, y, index, rows: ig.cross_entropy(x, index[:, 1], return_gradient=True, out=x),
+    "its state": with_state,
+    "linear_cross_entropy": lambda x, y, index, rows: ig.linear_cross_entropy(
+        x, y, targets=rows, return_gradient=True, dloss=2.0
+    ),
+    "take_along_axis": lambda x, y, index, rows: (ig.take_along_axis(x[:1], index, axis=1),),
+    "take_along_axis_backward": lambda x, y, index, rows: (ig.take_along_axis_backward(x, index, (1, 24), 1),),
+    "scatter_sum": lambda x, y, index, rows: (ig.scatter_sum(x, index, y), ig.scatter_sum(x, rows, y, axis=0)),
+    "segment_sum": lambda x, y, index, rows: (ig.segment_sum(x, rows, 50),),
+    "embedding": lambda x, y, index, rows: (ig.embedding(x, rows), ig.embedding_backward(y, rows, 50, padding_idx=3)),
+}
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS))
+def test_functions_of_arrays_are_replayed(name, replays):
+    for seed in range(6):
+        given = [t.cuda() for t in inputs(torch.bfloat16, seed=seed)]
+        again = [t.clone() for t in given]
+        got = FUNCTIONS[name](*given)
+        before = len(replays)
+        with ig.debug():
+            expected = FUNCTIONS[name](*again)
+        assert len(replays) == before
+        assert all(same_bits(a, b) for a, b in zip((*got, *given), (*expected, *again), strict=True))
+        if name == "its gradient in place":
+            assert got[1] is given[0]
+    assert len(replays) >= 3
+    given[0].requires_grad_()
+    with pytest.raises(ig.UnsupportedError, match="requires a gradient"):
+        FUNCTIONS[name](*given)
+
+
 @pytest.mark.parametrize("enabled", [False, True])
 def test_autocast_around_a_record_or_a_replay_changes_nothing(enabled, replays):
     generator = torch.Generator(device="cuda").manual_seed(0)

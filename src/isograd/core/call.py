@@ -9,8 +9,9 @@ The result is of the first input's kind. Inside an `Encoder` the plan is recorde
 """
 
 import functools
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from isograd.errors import InvalidProblemError, IsogradError
 
 # For a type of arrays of its own, a front end's (operation with a vjp, inputs, attributes) -> outputs.
 front_ends: dict[type, Callable[[Operation, tuple[Any, ...], tuple[Any, ...]], Any]] = {}
+P, R = ParamSpec("P"), TypeVar("R")
 _PLAIN = {"int": int, "float": float}  # by what schemas call them: attributes that are plain as they come
 
 
@@ -121,3 +123,39 @@ def planned(op: Operation) -> Callable[..., Any]:
         return out
 
     return run
+
+
+def replayed(function: Callable[P, R]) -> Callable[P, R]:
+    """A function of arrays; what it does with tensors on a GPU is recorded, and repeated where a problem comes again.
+
+    Arguments have to decide all that it does: no global state, no random numbers. See `isograd.torch.replay`.
+    """
+    signature = inspect.signature(function).parameters
+    places = {name: i for i, name in enumerate(signature)}
+    defaults = [p.default for p in signature.values()]
+    by_name = [name for name, p in signature.items() if p.kind is p.KEYWORD_ONLY]
+    positional = len(places) - len(by_name)
+    required = sum(default is inspect.Parameter.empty for default in defaults)
+    of_tensors: Callable[..., R] | None = None
+
+    def flat(*args: Any) -> R:
+        return function(*args[:positional], **dict(zip(by_name, args[positional:], strict=True)))
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal of_tensors
+        tensors = len(args) >= required and type(args[0]) is not np.ndarray and arrays.is_tensor(args[0])
+        if not tensors or encoder.recordings or len(args) > positional or not places.keys() >= kwargs.keys():
+            return function(*args, **kwargs)
+        given = [*args, *defaults[len(args) :]]
+        for name, value in kwargs.items():
+            if places[name] < len(args):
+                return function(*args, **kwargs)  # the error for an argument that is given twice
+            given[places[name]] = value
+        if of_tensors is None:
+            from isograd.torch import define
+
+            of_tensors = define.repeated(flat)
+        return of_tensors(*given)
+
+    return called

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 from numpy.typing import NDArray
 
 from isograd.core import arrays, functional
+from isograd.core.call import replayed
 from isograd.core.checks import checked_axis, checked_shape
 from isograd.core.faults import named
 from isograd.errors import InvalidProblemError
@@ -62,6 +63,7 @@ def _sized(shape: Shape, axis: int, size: int) -> Shape:
 def take_along_axis(x: NDArray[ScalarT], indices: SupportsDLPack, axis: int = ...) -> NDArray[ScalarT]: ...
 @overload
 def take_along_axis(x: ArrayT, indices: SupportsDLPack, axis: int = ...) -> ArrayT: ...
+@replayed
 def take_along_axis(x: Any, indices: Any, axis: int = -1) -> Any:
     """Values along an axis: `v[.., j, ..] = x[.., indices[.., j, ..], ..]`, the stored bits.
 
@@ -96,6 +98,7 @@ def take_along_axis_backward(
 def take_along_axis_backward(
     dv: DataT, indices: SupportsDLPack, shape: Shape, axis: int = ..., *, unique_indices: bool = ...
 ) -> DataT: ...
+@replayed
 def take_along_axis_backward(
     dv: Any, indices: Any, shape: Shape, axis: int = -1, *, unique_indices: bool = False
 ) -> Any:
@@ -159,6 +162,7 @@ def scatter_sum(x: Variable, indices: SupportsDLPack, values: Variable | NDArray
 def scatter_sum(x: NDArray[Any], indices: SupportsDLPack, values: Variable, axis: int = ...) -> Variable: ...
 @overload
 def scatter_sum(x: DataT, indices: SupportsDLPack, values: DataT, axis: int = ...) -> DataT: ...
+@replayed
 def scatter_sum(x: Any, indices: Any, values: Any, axis: int = -1) -> Any:
     """Add values onto x along an axis: `out[.., i, ..] = x[.., i, ..] + Σ values[.., j, ..]` over the j with index i.
 
@@ -234,6 +238,7 @@ def _index_sum(
 def segment_sum(values: NDArray[ScalarT], segment_ids: SupportsDLPack, num_segments: int) -> NDArray[ScalarT]: ...
 @overload
 def segment_sum(values: ArrayT, segment_ids: SupportsDLPack, num_segments: int) -> ArrayT: ...
+@replayed
 def segment_sum(values: Any, segment_ids: Any, num_segments: int) -> Any:
     """The sum of each segment's rows: `out[s] = Σ values[j]` over the j with segment_ids[j] == s.
 
@@ -261,6 +266,7 @@ def _checked_padding(operation: str, padding_idx: Any, num: int) -> int | None:
 def embedding(weight: NDArray[ScalarT], indices: SupportsDLPack, padding_idx: int | None = ...) -> NDArray[ScalarT]: ...
 @overload
 def embedding(weight: ArrayT, indices: SupportsDLPack, padding_idx: int | None = ...) -> ArrayT: ...
+@replayed
 def embedding(weight: Any, indices: Any, padding_idx: int | None = None) -> Any:
     """The rows of a table: `y[i..] = weight[indices[i..]]`, the stored bits.
 
@@ -297,6 +303,7 @@ def embedding_backward(
 def embedding_backward(
     dy: DataT, indices: SupportsDLPack, num_embeddings: int, padding_idx: int | None = ...
 ) -> DataT: ...
+@replayed
 def embedding_backward(dy: Any, indices: Any, num_embeddings: int, padding_idx: int | None = None) -> Any:
     """Gradient of embedding: the rows of dy summed by index, `dweight[i] = Σ dy[j..]` over the j with index i.
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isograd.core import functional
+from isograd.core.call import replayed
 from isograd.core.faults import named
 from isograd.errors import InvalidProblemError
 from isograd.losses import cross_entropy as steps
@@ -73,6 +74,7 @@ def cross_entropy(
     out: DataT | None = ...,
     **options: Unpack[CrossEntropyOptions],
 ) -> tuple[DataT, DataT]: ...
+@replayed
 def cross_entropy(
     logits: Any,
     targets: Any,
@@ -163,6 +165,7 @@ def cross_entropy_backward(
     out: DataT | None = ...,
     **options: Unpack[CrossEntropyOptions],
 ) -> DataT: ...
+@replayed
 def cross_entropy_backward(
     dloss: Any,
     logits: Any,
@@ -239,6 +242,7 @@ def linear_cross_entropy(
     return_gradient: Literal[False] = ...,
     **options: Unpack[LinearCrossEntropyOptions],
 ) -> Variable: ...
+@replayed
 def linear_cross_entropy(
     hidden: Any,
     weight: Any,

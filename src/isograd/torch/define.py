@@ -119,6 +119,24 @@ def _direct() -> bool:
     )
 
 
+def repeated(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of positional arguments whose calls with ordinary tensors on a GPU are replayed, and no others."""
+    fast = replayed(run)
+
+    def call(*args: Any) -> Any:
+        if not _direct():
+            return run(*args)
+        recording = torch.is_grad_enabled()
+        for t in args:
+            if isinstance(t, Tensor) and (
+                type(t) not in _PLAIN or not t.is_cuda or _is_unresolved(t) or (recording and t.requires_grad)
+            ):
+                return run(*args)
+        return fast(*args)
+
+    return call
+
+
 class Operator:
     """An operator as the library calls it.
 
