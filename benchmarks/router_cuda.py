@@ -86,6 +86,18 @@ def plain(x: torch.Tensor) -> Any:
     return torch.topk(torch.softmax(x, -1, dtype=torch.float32), K)
 
 
+def grouped(x: torch.Tensor, bias: torch.Tensor) -> Any:
+    """Eight groups, of which four are left; sigmoid scores, renormalized and scaled."""
+    scores = torch.sigmoid(x.float())
+    choice = scores + bias
+    groups = choice.view(len(x), 8, -1).topk(2, -1).values.sum(-1).topk(4, -1).indices
+    kept = torch.zeros(len(x), 8, device=x.device, dtype=torch.bool).scatter_(1, groups, True)
+    masked = choice.masked_fill(~kept.repeat_interleave(x.shape[1] // 8, 1), float("-inf"))
+    chosen = masked.topk(K, -1).indices
+    w = scores.gather(1, chosen)
+    return w / w.sum(-1, keepdim=True) * 2.5, chosen
+
+
 def routers(explore: bool) -> Iterator[tuple[str, dict[str, Call]]]:
     generator = torch.Generator("cuda").manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16):
@@ -114,10 +126,10 @@ def routers(explore: bool) -> Iterator[tuple[str, dict[str, Call]]]:
                 (16, 16, 8),
             ):
                 tile = router.Tile(EXPERTS, rows, group, min(16 // x.element_size(), group), warps)
-                config = router.RouterConfiguration(tile, True)
+                config = router.RouterConfiguration(tile, "separated")
                 label = f"rows {rows} group {group} warps {warps}"
                 calls[label] = graphed(lambda c=config, ours=ours: ours(config=c))
-            config = router.RouterConfiguration(router.tile(EXPERTS, x.element_size()), False)
+            config = router.router_configuration(EXPERTS, K, x.element_size(), True)._replace(kernel="lanes")
             calls["every score"] = graphed(lambda c=config, ours=ours: ours(config=c))
         yield f"router [{TOKENS}, {EXPERTS}], k = {K}, {name}, forward", calls
 
@@ -153,7 +165,9 @@ def routers(explore: bool) -> Iterator[tuple[str, dict[str, Call]]]:
 
         options = {"softmax": False, "renormalize": True, "groups": 8, "group_k": 4, "scale": 2.5, "bias": bias}
         calls = {"isograd": lambda o=options, ours=ours: ours(**o)}
-        calls["bytes"] = moved(x, w, e)
+        compiled = torch.compile(grouped)
+        calls |= {"bytes": moved(x, w, e), "torch": lambda x=x, b=bias: grouped(x, b)}
+        calls["torch.compile"] = lambda x=x, b=bias, f=compiled: f(x, b)
         yield f"sigmoid router with bias and groups, {name}, forward", calls
 
 

@@ -99,10 +99,10 @@ def test_tilings_give_equal_bits(dtype: str) -> None:
         (8, 8, 4, None), (4, 16, 4, None), (8, 16, 4, None), (2, 8, 1, None), (2, 16, 1, 80), (16, 16, 8, None),
     ):  # fmt: skip
         tile = launch.Tile(256, rows, group, 16 // x.element_size(), warps)
-        for separated in (False, True):
+        for kernel in ("tile", "lanes", "separated"):
             w = torch.full((1003, 8), 7.0, device="cuda")
             e = torch.full((1003, 8), 7, dtype=torch.int64, device="cuda")
-            config = launch.RouterConfiguration(tile, separated, registers)
+            config = launch.RouterConfiguration(tile, kernel, registers)
             launch.moe_router(x, None, w, e, renormalize=True, config=config)
             found.add((to_numpy(w).tobytes(), to_numpy(e).tobytes()))
         dx = torch.full_like(x, 7)
@@ -116,14 +116,38 @@ def test_the_short_cut_agrees_on_many_tokens() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.randn(1 << 18, 256, device="cuda").to(dtype)
         results = []
-        for separated in (False, True):
+        for kernel in ("tile", "lanes", "separated"):
             w = torch.empty(1 << 18, 8, device="cuda")
             e = torch.empty(1 << 18, 8, dtype=torch.int64, device="cuda")
             tile = launch.router_configuration(256, 8, x.element_size(), True).tile
-            launch.moe_router(x, None, w, e, config=launch.RouterConfiguration(tile, separated))
+            launch.moe_router(x, None, w, e, config=launch.RouterConfiguration(tile, kernel))
+            results.append((w, e))
+        for w, e in results[1:]:
+            assert torch.equal(results[0][0].view(torch.int32), w.view(torch.int32))
+            assert torch.equal(results[0][1], e)
+
+
+def test_groups_and_bias_have_the_same_experts_by_every_kernel() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        x, bias = torch.randn(1 << 16, 256, device="cuda").to(dtype), torch.randn(256, device="cuda") / 100
+        results = []
+        for kernel in ("tile", "lanes"):
+            w = torch.empty(1 << 16, 8, device="cuda")
+            e = torch.empty(1 << 16, 8, dtype=torch.int64, device="cuda")
+            config = launch.router_configuration(256, 8, x.element_size(), False, 8)._replace(kernel=kernel)
+            options = {"softmax": False, "renormalize": True, "groups": 8, "group_k": 4, "scale": 2.5}
+            launch.moe_router(x, bias, w, e, config=config, **options)
             results.append((w, e))
         assert torch.equal(results[0][0].view(torch.int32), results[1][0].view(torch.int32))
         assert torch.equal(results[0][1], results[1][1])
+
+
+def test_many_entries_are_sorted_across_stretches() -> None:
+    experts = torch.randint(0, 7, (3 << 20,), device="cuda")
+    order, offsets = (torch.empty(n, dtype=torch.int64, device="cuda") for n in (len(experts), 8))
+    launch.expert_permutation(experts, order, offsets)
+    assert torch.equal(order, torch.sort(experts, stable=True).indices)
+    assert torch.equal(offsets[1:], torch.bincount(experts, minlength=7).cumsum(0))
 
 
 def test_long_rows_and_many_elements() -> None:

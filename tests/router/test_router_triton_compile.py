@@ -104,11 +104,22 @@ def test_the_others_compile(target: str, dtype: str) -> None:
 
 def test_configurations_depend_on_nothing_but_their_arguments() -> None:
     assert launch.router_configuration(256, 8, 4, True) == launch.router_configuration(256, 8, 4, True)
-    assert launch.router_configuration(256, 8, 4, True).separated
-    assert launch.router_configuration(256, 8, 4, True).tile == launch.Tile(256, 2, 16, 4, 1)
-    assert not launch.router_configuration(256, 8, 8, True).separated
-    assert not launch.router_configuration(256, 8, 4, False).separated
-    assert not launch.router_configuration(8, 2, 4, True).separated
+    assert launch.router_configuration(256, 8, 4, True) == (launch.Tile(256, 2, 16, 4, 1), "separated", 80)
+    assert launch.router_configuration(256, 8, 4, False, 8) == (launch.Tile(256, 2, 16, 4, 1), "lanes", None)
+    kernels = {
+        (256, 8, 8, True, 1): "tile",
+        (256, 33, 4, True, 1): "tile",
+        (256, 4, 4, False, 64): "tile",
+        (2048, 8, 2, False, 1): "tile",
+        (8, 2, 4, True, 1): "lanes",
+        (4, 4, 2, False, 4): "lanes",
+        (300, 31, 4, True, 1): "separated",
+        (300, 32, 2, True, 1): "tile",
+    }
+    for problem, kernel in kernels.items():
+        chosen = launch.router_configuration(*problem)
+        assert chosen.kernel == kernel
+        assert kernel == "tile" or chosen.tile.block // chosen.tile.group >= max(problem[1], problem[4])
     for n in (1, 2, 8, 60, 256, 1024, 4096):
         for size in (2, 4, 8):
             tile = launch.tile(n, size)

@@ -136,6 +136,23 @@ def test_a_record_does_what_the_call_does(run: Any) -> None:
     assert problem.calls == 2
 
 
+def test_a_result_in_memory_of_the_caller_is_that_tensor() -> None:
+    def run(x: Any, out: Any) -> tuple[Any, Any]:
+        launch(x, out)
+        return out, out.sum()
+
+    whole = torch.arange(4.0)
+    problem = Problem(run, whole, whole.view(4))
+    for start in range(3):
+        x = torch.arange(4.0) + start
+        out, expected = x.view(4), x * 3
+        got, total = problem(x, out)
+        assert got is out
+        assert torch.equal(x, expected)
+        assert total == expected.sum()
+    assert problem.calls == 2
+
+
 def test_results_of_replays_are_apart() -> None:
     problem = Problem(alone, torch.arange(4.0))
     problem(torch.ones(4))
@@ -190,8 +207,8 @@ def dropped(x: Any) -> Any:
     return torch.nn.functional.dropout(x, 0.5)
 
 
-def itself(x: Any) -> Any:
-    return x
+def part(x: Any) -> Any:
+    return x[1:]
 
 
 def constant(x: Any) -> Any:
@@ -256,7 +273,7 @@ def counted_by_a_kernel(x: Any) -> Any:
 @pytest.mark.parametrize(
     "run",
     [
-        *(reads, random, dropped, itself, constant, described, foreign, unseen, resized, turned),
+        *(reads, random, dropped, part, constant, described, foreign, unseen, resized, turned),
         *(counted, counted_by_a_kernel, listed, found),
     ],
 )

@@ -131,22 +131,24 @@ def replayed(function: Callable[P, R]) -> Callable[P, R]:
     Arguments have to decide all that it does: no global state, no random numbers. See `isograd.torch.replay`.
     """
     signature = inspect.signature(function).parameters
-    places = {name: i for i, name in enumerate(signature)}
+    names = list(signature)
+    places = {name: i for i, name in enumerate(names)}
     defaults = [p.default for p in signature.values()]
-    by_name = [name for name, p in signature.items() if p.kind is p.KEYWORD_ONLY]
-    positional = len(places) - len(by_name)
+    positional = sum(p.kind is not p.KEYWORD_ONLY for p in signature.values())
     required = sum(default is inspect.Parameter.empty for default in defaults)
     of_tensors: Callable[..., R] | None = None
 
     def flat(*args: Any) -> R:
-        return function(*args[:positional], **dict(zip(by_name, args[positional:], strict=True)))
+        return function(*args[:positional], **dict(zip(names[positional:], args[positional:], strict=True)))
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         nonlocal of_tensors
-        tensors = len(args) >= required and type(args[0]) is not np.ndarray and arrays.is_tensor(args[0])
+        tensors = args and type(args[0]) is not np.ndarray and arrays.is_tensor(args[0])
         if not tensors or encoder.recordings or len(args) > positional or not places.keys() >= kwargs.keys():
             return function(*args, **kwargs)
+        if len(args) < required and not kwargs.keys() >= set(names[len(args) : required]):
+            return function(*args, **kwargs)  # the error for an argument that is missing
         given = [*args, *defaults[len(args) :]]
         for name, value in kwargs.items():
             if places[name] < len(args):

@@ -205,16 +205,21 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value
 
     # --- the record --------------------------------------------------------------------------------------------------
-    def record(self, inputs: int, output: Any) -> "_Record":
+    def record(self, inputs: Sequence[Tensor], output: Any) -> "_Record":
         """What replays the call."""
         several = isinstance(output, tuple)
         outputs = output if several else (output,)
         if not all(isinstance(o, Tensor) for o in outputs):
             raise _Unrepeatable("results that are no tensors")
-        views = [self._view(o) for o in outputs]
-        if any(v.slot < inputs or self._kept[v.slot] is not None for v in views):
-            raise _Unrepeatable("a result that the call did not make")
-        steps = _released(self.steps, inputs, {v.slot for v in views})
+        views, given = [], {id(t): slot for slot, t in enumerate(inputs)}
+        for o in outputs:
+            if id(o) in given:  # memory that the caller gave for a result
+                views.append(_View(given[id(o)]))
+                continue
+            views.append(self._view(o))
+            if views[-1].slot < len(inputs) or self._kept[views[-1].slot] is not None:
+                raise _Unrepeatable("a result that the call did not make")
+        steps = _released(self.steps, len(inputs), {v.slot for v in views})
         return _Record(self.device.index, steps, views, several, [*self.seen, views])
 
 
@@ -465,7 +470,7 @@ def _recorded(run: Run, args: tuple[Any, ...], tensors: list[Tensor], met: _Met,
     try:
         if recorder.reason:
             raise _Unrepeatable(recorder.reason)
-        record = recorder.record(len(tensors), output)
+        record = recorder.record(tensors, output)
         first = met.first.pop(layout, None)
         if first is not None and first.seen == record.seen:
             record.seen = None

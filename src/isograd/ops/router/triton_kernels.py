@@ -132,6 +132,73 @@ def router_tile(
 
 
 @triton.jit(do_not_specialize=["tokens"])
+def router_lanes(
+    x_ptr,
+    bias_ptr,
+    w_ptr,
+    i_ptr,
+    tokens,
+    n,
+    x_row,
+    x_column,
+    bias_row,
+    bias_stride,
+    w_row,
+    w_column,
+    i_row,
+    i_column,
+    K: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_K: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BIAS_ROWS: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    SCALED: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    V: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Binary32 scores of rows of at most BLOCK experts; as many lanes as K and GROUPS have a row.
+
+    The chosen experts are found one a lane, where their scores are computed again: nothing crosses shared memory.
+    """
+    row = _rows(ROWS)
+    column = pieces.columns(BLOCK, GROUP, V)
+    x = _load_tile(x_ptr, row, column, tokens, n, x_row, x_column, float("-inf"), NATIVE)
+    if SOFTMAX:
+        e, error, m, valid, base, floor, bias, hi, lo = pieces.exponentials(x, NATIVE)
+        r, r_low = pieces.factors(hi, lo, valid, tl.float32)
+        s = pieces.quotients(e, error, x, pieces.broad(m), tl.zeros_like(x) + pieces.broad(r), pieces.broad(r_low))
+    else:
+        s = pieces.sigmoid(x)
+    if HAS_BIAS:
+        at, mask = column.to(tl.int64) * bias_stride, column < n
+        if BIAS_ROWS:
+            at, mask = at + pieces.broad(row * bias_row), mask & (row < tokens)[None, :, None, None]
+        s += tl.load(bias_ptr + at, mask=mask, other=0.0)
+    key = tl.where(column < n, pieces.selection_key(s), pieces.LOWEST_32)
+    if GROUPS > 1:
+        key = pieces.best_groups(key, column, SIZE, GROUPS, GROUP_K)
+    where = pieces.select_lanes(key, column, K)
+    lane = tl.arange(0, BLOCK // GROUP)[:, None]
+    inside = (row < tokens)[None, :] & (lane < K)
+    pointers = x_ptr + (row * x_row)[None, :] + where.to(tl.int64) * x_column
+    chosen = ops.widen(tl.load(pointers, mask=inside, other=float("-inf")), False)
+    if SOFTMAX:
+        e, error = rows.exponential(chosen, base[None, :], floor[None, :], bias[None, :], False)
+        w = pieces.quotients(e, error, chosen, m[None, :], tl.zeros_like(e) + r[None, :], r_low[None, :])
+    else:
+        w = pieces.sigmoid(chosen)
+    w = _finished(w, K, RENORMALIZE, SCALED, SCALE)
+    _store_chosen(w_ptr, i_ptr, w, where, row, tokens, K, w_row, w_column, i_row, i_column)
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def router_separated(
     x_ptr,
     w_ptr,

@@ -16,7 +16,6 @@ from isograd.ops.router import triton_kernels, triton_moe
 from isograd.runtime.fenv import default_environment
 
 _TILE, _FAST_K = 1024, 128  # elements of a row that top_k holds, and how many of them it takes
-_MOST_SEPARATED = 31  # chosen experts of the short cut, one a lane and one for comparison
 
 
 class Tile(NamedTuple):
@@ -89,22 +88,34 @@ def _scale(scale: float, dtype: torch.dtype) -> tuple[bool, float]:
 
 # --- the router ------------------------------------------------------------------------------------------------------
 class RouterConfiguration(NamedTuple):
-    """The tile of a router, whether the short cut for separated logits is taken, and what registers a thread has."""
+    """The tile of a router, its kernel, and what registers a thread has.
+
+    kernel: "separated", a short cut for softmax scores of logits that are apart, "lanes", which holds the chosen experts
+    and the groups one in a lane, or "tile", which serves everything.
+    """
 
     tile: Tile
-    separated: bool
+    kernel: str
     registers: int | None = None
 
 
-def router_configuration(n: int, k: int, itemsize: int, plain: bool) -> RouterConfiguration:
+def router_configuration(n: int, k: int, itemsize: int, plain: bool, groups: int = 1) -> RouterConfiguration:
     """The rule; plain: softmax scores without bias and groups."""
-    separated = plain and itemsize < 8 and 64 <= power_of_two(n) <= 1024 and k < n and k <= _MOST_SEPARATED
-    chosen = tile(n, itemsize, power_of_two(k + 1) if separated else 1)
-    separated = separated and chosen.group >= 4
-    if separated and chosen.group == 16:
-        # A warp waits for no other, and 24 of them find room.
-        return RouterConfiguration(chosen._replace(rows=chosen.rows // chosen.warps, warps=1), True, 80)
-    return RouterConfiguration(chosen, separated)
+    block = power_of_two(n)
+    lanes = max(power_of_two(k + 1 if plain else k), power_of_two(groups))
+    if itemsize == 8 or block > 1024 or lanes > 32 or lanes > block:
+        return RouterConfiguration(tile(n, itemsize), "tile")
+    chosen = tile(n, itemsize, lanes)
+    if plain and block >= 64 and k < n and chosen.group >= 4:
+        if chosen.group == 16:
+            # A warp waits for no other, and 24 of them find room.
+            return RouterConfiguration(_of_one_warp(chosen), "separated", 80)
+        return RouterConfiguration(chosen, "separated")
+    return RouterConfiguration(_of_one_warp(chosen), "lanes")
+
+
+def _of_one_warp(t: Tile) -> Tile:
+    return t._replace(rows=max(t.rows // t.warps, 1), warps=1)
 
 
 class _Router(NamedTuple):
@@ -135,11 +146,16 @@ def _router(p: _Router) -> Launcher:
     t = p.config.tile
     fixed = (p.renormalize, *p.scale, *t.fixed, p.native)
     programs = programs_of(p.tokens, t.rows)
-    if p.config.separated:
+    if p.config.kernel == "separated":
         low = t.block.bit_length() - 1
         tail = (p.tokens, p.n, *p.strides, p.k, power_of_two(p.k), low, _exact(p.dtype, low), *fixed)
         registers = p.config.registers if p.native else None
         return Launcher(triton_kernels.router_separated, Specification(tail, programs, t.warps, registers=registers))
+    if p.config.kernel == "lanes":
+        strides = (*p.strides[:2], *p.bias_strides, *p.strides[2:])
+        chosen = (p.k, p.n // p.groups, p.groups, p.group_k, p.softmax, p.has_bias, p.bias_rows)
+        tail = (p.tokens, p.n, *strides, *chosen, *fixed)
+        return Launcher(triton_kernels.router_lanes, Specification(tail, programs, t.warps))
     sizes = (p.tokens, p.n, p.k, p.groups, p.group_k, *p.strides[:2], *p.bias_strides, *p.strides[2:])
     flags = (power_of_two(p.k), power_of_two(p.groups) if p.groups > 1 else 1, p.softmax, p.has_bias, p.bias_rows)
     return Launcher(triton_kernels.router_tile, Specification((*sizes, *flags, *fixed), programs, t.warps))
@@ -166,7 +182,8 @@ def moe_router(
     rows = bias is not None and bias.dim() > 1
     bias = bias if bias is None or not rows else matrix(bias)
     if config is None:
-        config = router_configuration(n, k, x.element_size(), softmax and bias is None and groups == 1)
+        plain = softmax and bias is None and groups == 1
+        config = router_configuration(n, k, x.element_size(), plain, groups)
     problem = _Router(
         len(x),
         n,
@@ -185,7 +202,7 @@ def moe_router(
         config,
     )
     launcher = _router(problem)
-    if config.separated:
+    if config.kernel == "separated":
         launcher(x, w.matrix, i.matrix)
     else:
         launcher(x, x if bias is None else bias, w.matrix, i.matrix)
@@ -310,21 +327,22 @@ def renormalize(w: torch.Tensor, out: torch.Tensor, axis: int, dt: torch.Tensor 
 
 # --- permutation -----------------------------------------------------------------------------------------------------
 _BLOCK = 128  # entries of a block of the counting sort
+_STRETCH = 128  # blocks of a stretch
 
 
 @kept
 def _rank(count: int, bound: int, code: int, dtype: torch.dtype) -> Launcher:
     return Launcher(
         triton_moe.rank_entries,
-        Specification((count, bound, code, _BLOCK), programs_of(count, _BLOCK), 8, free=("count",)),
+        Specification((count, bound, code, _BLOCK), programs_of(count, _BLOCK), free=("count",)),
     )
 
 
 @kept
-def _scan_blocks(blocks: int, bins: int) -> Launcher:
-    return Launcher(
-        triton_moe.scan_blocks, Specification((blocks, bins, 128, 16), programs_of(bins, 16), free=("blocks",))
-    )
+def _scan_blocks(blocks: int, stretch: int, bins: int, dtype: torch.dtype) -> Launcher:
+    programs = programs_of(blocks, stretch) * programs_of(bins, 16)
+    specification = Specification((blocks, stretch, bins, 128, 16), programs, free=("blocks", "stretch"))
+    return Launcher(triton_moe.scan_blocks, specification)
 
 
 @kept
@@ -336,14 +354,15 @@ def _scan_experts(bins: int, stride: int) -> Launcher:
 def _place(count: int, bound: int, stride: int, dtype: torch.dtype) -> Launcher:
     return Launcher(
         triton_moe.place_entries,
-        Specification((count, bound, stride, _BLOCK), programs_of(count, _BLOCK), free=("count",)),
+        Specification((count, bound, stride, _BLOCK, _STRETCH), programs_of(count, _BLOCK), free=("count",)),
     )
 
 
 class _Counted(NamedTuple):
     experts: torch.Tensor
     ranks: torch.Tensor
-    counts: torch.Tensor
+    counts: torch.Tensor  # [blocks, bound + 1] int32, of the blocks before in the stretch
+    stretches: torch.Tensor  # [stretches, bound + 1] int64, of the stretches before
     totals: torch.Tensor  # [bound + 1] int64, the last of them entries out of range
 
 
@@ -351,14 +370,16 @@ def count_entries(operation: str, experts: torch.Tensor, bound: int) -> _Counted
     """The rank of every entry among those of its expert, and how many each expert has."""
     flat, device, count = experts.reshape(-1).contiguous(), experts.device, experts.numel()
     blocks = max(programs_of(count, _BLOCK), 1)
+    stretches = torch.empty(programs_of(blocks, _STRETCH), bound + 1, dtype=torch.int64, device=device)
     ranks = torch.empty(count, dtype=torch.int32, device=device)
     counts = torch.zeros(blocks, bound + 1, dtype=torch.int32, device=device)
     totals = torch.empty(bound + 1, dtype=torch.int64, device=device)
     if count:
         code = faults.code(operation, "experts", False)
         _rank(count, bound, code, flat.dtype)(flat, ranks, counts, faults.flag(device))
-    _scan_blocks(blocks, bound + 1)(counts, totals)
-    return _Counted(flat, ranks, counts, totals)
+    _scan_blocks(blocks, _STRETCH, bound + 1, counts.dtype)(counts, stretches)
+    _scan_blocks(len(stretches), len(stretches), bound + 1, stretches.dtype)(stretches, totals)
+    return _Counted(flat, ranks, counts, stretches, totals)
 
 
 def expert_counts(experts: torch.Tensor, counts: torch.Tensor) -> None:
@@ -375,15 +396,15 @@ def expert_permutation(experts: torch.Tensor, order: torch.Tensor, offsets: torc
     _scan_experts(bound + 1, offsets.stride(0))(counted.totals, starts, offsets)
     if order.numel():
         place = _place(order.numel(), bound, order.stride(0), counted.experts.dtype)
-        place(counted.experts, counted.ranks, counted.counts, starts, order)
+        place(counted.experts, counted.ranks, counted.counts, counted.stretches, starts, order)
     faults.after_launch(experts.device)
 
 
 @kept
 def _permute(count: int, k: int, width: int, code: int, strides: tuple[int, ...], dtype: torch.dtype) -> Launcher:
-    block = min(power_of_two(width), 2048 // dtype.itemsize * 2)
-    rows = max(1024 // block, 1)
-    tail = (count, k, width, code, *strides, rows, block)
+    block = min(power_of_two(width), 4096 // dtype.itemsize)
+    rows = max(16384 // dtype.itemsize // block, 1)
+    tail = (count, k, width, code, *strides, rows, block, count < 2**31)
     return Launcher(
         triton_moe.permute_rows,
         Specification(tail, programs_of(count, rows) * programs_of(width, block), free=("count",)),
@@ -416,9 +437,11 @@ def _inverse(operation: str, order: torch.Tensor) -> torch.Tensor:
 @kept
 def _combine(tokens: int, k: int, width: int, strides: tuple[int, ...], dtype: torch.dtype, weighted: bool) -> Launcher:
     kb = min(power_of_two(k), 16)
-    block = min(power_of_two(width), max((2048 if dtype.itemsize == 8 else 4096) // kb, 1))
+    block = min(power_of_two(width), max((2048 if dtype.itemsize == 8 or kb > 8 else 4096) // kb, 1))
+    # As many threads as a row has accesses of 16 bytes: each has all of its columns' terms, and no sum crosses threads.
+    warps = min(max(block * dtype.itemsize // 512, 1), 4)
     tail = (k, width, *strides, kb, block, k <= kb, weighted)
-    return Launcher(triton_moe.combine_rows, Specification(tail, tokens * programs_of(width, block)))
+    return Launcher(triton_moe.combine_rows, Specification(tail, tokens * programs_of(width, block), warps))
 
 
 def moe_combine(
@@ -438,8 +461,8 @@ def moe_combine(
 @kept
 def _combine_backward(entries: int, k: int, width: int, strides: tuple[int, ...], dtype: torch.dtype) -> Launcher:
     block = min(power_of_two(width), 4096)
-    tail = (k, width, *strides, block, width <= block)
-    return Launcher(triton_moe.combine_backward, Specification(tail, entries, min(max(block // 256, 1), 8)))
+    tail = (k, width, *strides, block, min(16 // dtype.itemsize, block), width <= block)
+    return Launcher(triton_moe.combine_backward, Specification(tail, entries, min(max(block // 1024, 1), 4)))
 
 
 def moe_combine_backward(

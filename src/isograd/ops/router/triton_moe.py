@@ -3,10 +3,10 @@
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """Sorting entries by expert, moving the tokens' rows there and back, and the auxiliary losses in Triton.
 
-Sorting is a counting sort in three kernels without atomics. `rank_entries` gives every entry its rank among those of
-its expert in its block, and every block its counts; `scan_blocks` turns the counts of an expert into what all blocks
-before hold, and into a total; `place_entries` adds an expert's start, the block's and the rank. Entries that are out of
-range count as those of one more expert, the last.
+Sorting is a counting sort without atomics. `rank_entries` gives every entry its rank among those of its expert in its
+block, and every block its counts; `scan_blocks` turns the counts of an expert into what the blocks before hold, first
+within stretches of blocks, then over their totals; `place_entries` adds an expert's start, the stretch's, the block's
+and the rank. Entries that are out of range count as those of one more expert, the last.
 """
 
 import triton
@@ -32,31 +32,36 @@ def rank_entries(experts_ptr, ranks_ptr, counts_ptr, flag_ptr, count, bound, cod
     valid, at = in_range(index, bound, False)
     report(flag_ptr, code, inside & (valid == 0), entry, index, bound)
     expert = tl.where(inside, tl.where(valid, at, wide_int(bound)), -1).to(tl.int32)
-    # The same values along the other axis; a transposition would go through memory as well.
-    j = block * BLOCK + tl.arange(0, BLOCK)
-    other = tl.load(experts_ptr + j, mask=j < count, other=0).to(tl.int64)
+    # The same values along the first axis, which a thread has for itself; a transposition would go through memory.
+    j = tl.arange(0, BLOCK)
+    other = tl.load(experts_ptr + block * BLOCK + j, mask=block * BLOCK + j < count, other=0).to(tl.int64)
     valid, at = in_range(other, bound, False)
-    other = tl.where(j < count, tl.where(valid, at, wide_int(bound)), -1).to(tl.int32)
-    same = (expert[:, None] == other[None, :]).to(tl.int32)
-    before = tl.sum(tl.where(tl.arange(0, BLOCK)[None, :] < i[:, None], same, 0), axis=1)
-    every = tl.sum(same, axis=1)
+    other = tl.where(block * BLOCK + j < count, tl.where(valid, at, wide_int(bound)), -1).to(tl.int32)
+    # Two counts in a word: of all in the block, and of those before.
+    found = tl.where(j[:, None] < i[None, :], 0x10001, 0x10000)
+    found = tl.sum(tl.where(other[:, None] == expert[None, :], found, 0), axis=0)
+    before, every = found & 0xFFFF, found >> 16
     tl.store(ranks_ptr + entry, before, mask=inside)
     tl.store(counts_ptr + block * (wide_int(bound) + 1) + expert, every, mask=inside & (before == every - 1))
 
 
 @triton.jit
-def scan_blocks(counts_ptr, totals_ptr, blocks, bins, BLOCK: tl.constexpr, BINS: tl.constexpr):
-    """Counts [blocks, bins] become exclusive sums over the blocks; totals [bins] int64."""
-    bin_ = tl.program_id(0).to(tl.int64) * BINS + tl.arange(0, BINS)
-    total = tl.zeros((BINS,), tl.int32)
-    for start in range(0, blocks, BLOCK):
+def scan_blocks(counts_ptr, totals_ptr, blocks, stretch, bins, BLOCK: tl.constexpr, BINS: tl.constexpr):
+    """Counts [blocks, bins] become exclusive sums within stretches of blocks; totals [stretches, bins] int64."""
+    pid = tl.program_id(0).to(tl.int64)
+    parts = tl.cdiv(bins, BINS)
+    which = pid // parts
+    bin_ = (pid - which * parts) * BINS + tl.arange(0, BINS)
+    total = tl.zeros((BINS,), counts_ptr.dtype.element_ty)
+    end = tl.minimum((which + 1) * stretch, blocks)
+    for start in range(which * stretch, end, BLOCK):
         b = start + tl.arange(0, BLOCK).to(tl.int64)
         pointers = counts_ptr + b[:, None] * bins + bin_[None, :]
-        mask = (b < blocks)[:, None] & (bin_ < bins)[None, :]
+        mask = (b < end)[:, None] & (bin_ < bins)[None, :]
         c = tl.load(pointers, mask=mask, other=0)
         tl.store(pointers, tl.cumsum(c, 0) - c + total[None, :], mask=mask)
         total += tl.sum(c, axis=0)
-    tl.store(totals_ptr + bin_, total.to(tl.int64), mask=bin_ < bins)
+    tl.store(totals_ptr + which * bins + bin_, total.to(tl.int64), mask=bin_ < bins)
 
 
 @triton.jit
@@ -74,8 +79,9 @@ def scan_experts(totals_ptr, starts_ptr, offsets_ptr, bins, offsets_stride, BLOC
 
 @triton.jit
 def place_entries(
-    experts_ptr, ranks_ptr, counts_ptr, starts_ptr, order_ptr, count, bound, order_stride, BLOCK: tl.constexpr
-):
+    experts_ptr, ranks_ptr, counts_ptr, stretches_ptr, starts_ptr, order_ptr, count, bound, order_stride,
+    BLOCK: tl.constexpr, STRETCH: tl.constexpr,
+):  # fmt: skip
     """order[p] = the entry that comes to p."""
     block = tl.program_id(0).to(tl.int64)
     entry = block * BLOCK + tl.arange(0, BLOCK)
@@ -83,29 +89,46 @@ def place_entries(
     index = tl.load(experts_ptr + entry, mask=inside, other=0).to(tl.int64)
     valid, at = in_range(index, bound, False)
     expert = tl.where(valid, at, wide_int(bound))
+    bins = wide_int(bound) + 1
     place = tl.load(starts_ptr + expert, mask=inside, other=0)
-    place += tl.load(counts_ptr + block * (wide_int(bound) + 1) + expert, mask=inside, other=0)
+    place += tl.load(stretches_ptr + block // STRETCH * bins + expert, mask=inside, other=0)
+    place += tl.load(counts_ptr + block * bins + expert, mask=inside, other=0)
     place += tl.load(ranks_ptr + entry, mask=inside, other=0)
     tl.store(order_ptr + place * order_stride, entry, mask=inside)
 
 
 # --- rows of tokens and of entries -----------------------------------------------------------------------------------
+# Takes finite terms away from overflow: a sum of at most 2**20 of them is not finite only where a term is not.
+_SMALL = tl.constexpr(2.0**-20)
+
+
+@triton.jit
+def _part(width, BLOCK: tl.constexpr):
+    """(row, columns [BLOCK]) of this program, all int64."""
+    pid, parts = tl.program_id(0), tl.cdiv(width, BLOCK)
+    row = pid // parts
+    column = (pid - row * parts).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    return row.to(tl.int64), column
+
+
 @triton.jit
 def permute_rows(
     x_ptr, order_ptr, y_ptr, flag_ptr, count, k, width, code, x_row, x_column, order_stride, y_row, y_column,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """y[i] = x[order[i] // k], NaN where the order is out of range."""
-    pid = tl.program_id(0).to(tl.int64)
-    parts = tl.cdiv(width, BLOCK)
-    block = pid // parts
-    column = ((pid - block * parts) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    """y[i] = x[order[i] // k], NaN where the order is out of range. NARROW: positions fit 32 bits."""
+    block, column = _part(width, BLOCK)
+    column = column[None, :]
     i = block * ROWS + tl.arange(0, ROWS)
     inside = i < count
     index = tl.load(order_ptr + i * order_stride, mask=inside, other=0)
     valid, at = in_range(index, count, False)
     mask = inside[:, None] & (column < width)
-    pointers = as_bits(x_ptr) + (at // k)[:, None] * x_row + column * x_column
+    if NARROW:  # a division of 64 bits takes as long as all else
+        token = (at.to(tl.int32) // k).to(tl.int64)
+    else:
+        token = at // k
+    pointers = as_bits(x_ptr) + token[:, None] * x_row + column * x_column
     bits = tl.load(pointers, mask=mask & valid[:, None], other=0)
     bits = tl.where(valid[:, None], bits, nan_bits(y_ptr.dtype.element_ty))
     tl.store(as_bits(y_ptr) + i[:, None] * y_row + column * y_column, bits, mask=mask)
@@ -133,10 +156,19 @@ def _terms(
     at = tl.load(positions_ptr + t * k + e, mask=e < k, other=0)
     mask = ((e < k) & (at >= 0))[:, None] & (column < width)[None, :]
     x = ops.widen(tl.load(x_ptr + at[:, None] * x_row + column[None, :] * x_column, mask=mask, other=0.0), False)
-    x = tl.where((at >= 0)[:, None], x, float("nan"))
     if WEIGHTED:
-        x = tl.load(w_ptr + t * w_row + e * w_column, mask=e < k, other=0.0)[:, None] * x
-    return tl.where((e < k)[:, None], x, 0.0)
+        w = tl.load(w_ptr + t * w_row + e * w_column, mask=e < k, other=0.0)
+        return tl.where(at >= 0, w, float("nan"))[:, None] * x
+    else:
+        return tl.where((at >= 0)[:, None], x, float("nan"))
+
+
+@triton.jit
+def _column_sums(p, scale, magic, low_scale, KB: tl.constexpr):
+    """The sums of the parts of [KB, BLOCK] terms over the first axis, and a float sum for those that are not finite."""
+    high, low = sums.split_term_bits(p, scale[None, :], magic[None, :], low_scale[None, :])
+    a, b = terms.limb_parts(tl.sum(high, axis=0), tl.sum(low, axis=0), magic, KB)
+    return a, b, tl.sum(p * _SMALL, axis=0)
 
 
 @triton.jit
@@ -145,32 +177,28 @@ def combine_rows(
     KB: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """y[t] = Σ_i w[t, i] x[positions[t k + i]], without weights the sum of the rows. HELD: KB holds all k of them."""
-    pid = tl.program_id(0).to(tl.int64)
-    parts = tl.cdiv(width, BLOCK)
-    t = pid // parts
-    column = (pid - t * parts) * BLOCK + tl.arange(0, BLOCK)
+    t, column = _part(width, BLOCK)
     p = _terms(
         x_ptr, w_ptr, positions_ptr, t, 0, k, column, width, x_row, x_column, w_row, w_column, KB, WEIGHTED
     )  # fmt: skip
-    key = tl.max(terms.term_key(p), axis=0)
+    key = tl.max(ops.magnitude_key(p), axis=0)
     if not HELD:
         for first in range(KB, k, KB):
             more = _terms(
                 x_ptr, w_ptr, positions_ptr, t, first, k, column, width, x_row, x_column, w_row, w_column, KB, WEIGHTED
             )  # fmt: skip
-            key = tl.maximum(key, tl.max(terms.term_key(more), axis=0))
+            key = tl.maximum(key, tl.max(ops.magnitude_key(more), axis=0))
     exponent, scale, magic, low_scale = sums.term_scale(key)
-    a, b = terms.term_parts(p, scale[None, :], magic[None, :], low_scale[None, :])
-    a, b, special = tl.sum(a, axis=0), tl.sum(b, axis=0), tl.sum(terms.special_terms(p), axis=0)
+    a, b, special = _column_sums(p, scale, magic, low_scale, KB)
     if not HELD:
         for first in range(KB, k, KB):
             more = _terms(
                 x_ptr, w_ptr, positions_ptr, t, first, k, column, width, x_row, x_column, w_row, w_column, KB, WEIGHTED
             )  # fmt: skip
-            more_a, more_b = terms.term_parts(more, scale[None, :], magic[None, :], low_scale[None, :])
-            a += tl.sum(more_a, axis=0)
-            b += tl.sum(more_b, axis=0)
-            special += tl.sum(terms.special_terms(more), axis=0)
+            more_a, more_b, more_special = _column_sums(more, scale, magic, low_scale, KB)
+            a += more_a
+            b += more_b
+            special += more_special
     s = terms.sum_of_parts(a, b, exponent, special, key)
     y = ops.narrow(s, y_ptr.dtype.element_ty, False)
     tl.store(y_ptr + t * y_row + column * y_column, y, mask=column < width)
@@ -186,37 +214,46 @@ def _products(dy_ptr, x_ptr, t, at, column, width, dy_row, dy_column, x_row, x_c
 
 
 @triton.jit
+def _row_sums(p, scale, magic, low_scale, BLOCK: tl.constexpr, V: tl.constexpr):
+    """[BLOCK // V] sums of the parts of [BLOCK] terms, V of which are neighbours, and [BLOCK] scaled terms."""
+    high, low = sums.split_term_bits(p, scale, magic, low_scale)
+    high = tl.sum(tl.reshape(high, (BLOCK // V, V)), axis=1)
+    low = tl.sum(tl.reshape(low, (BLOCK // V, V)), axis=1)
+    a, b = terms.limb_parts(high, low, magic, V)
+    return a, b, p * _SMALL
+
+
+@triton.jit
 def combine_backward(
     dy_ptr, x_ptr, w_ptr, positions_ptr, dx_ptr, dw_ptr, k, width, dy_row, dy_column, x_row, x_column, w_row, w_column,
-    dx_row, dx_column, dw_row, dw_column, BLOCK: tl.constexpr, HELD: tl.constexpr,
+    dx_row, dx_column, dw_row, dw_column, BLOCK: tl.constexpr, V: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """One entry a program: dx[p] = w dy[t] and dw = Σ_d dy[t] x[p], p the entry's position. HELD: BLOCK holds a row."""
-    entry = tl.program_id(0).to(tl.int64)
-    t = entry // k
+    entry = tl.program_id(0)
+    t = (entry // k).to(tl.int64)
     e = entry - t * k
     at = tl.load(positions_ptr + entry)
     w = tl.load(w_ptr + t * w_row + e * w_column)
     column = tl.arange(0, BLOCK).to(tl.int64)
     g, p = _products(dy_ptr, x_ptr, t, at, column, width, dy_row, dy_column, x_row, x_column)
-    key = terms.term_key(p)
+    key = ops.magnitude_key(p)
     if not HELD:
         for start in range(BLOCK, width, BLOCK):
             _, more = _products(dy_ptr, x_ptr, t, at, column + start, width, dy_row, dy_column, x_row, x_column)
-            key = tl.maximum(key, terms.term_key(more))
+            key = tl.maximum(key, ops.magnitude_key(more))
     key = tl.max(key, axis=0)
     exponent, scale, magic, low_scale = sums.term_scale(key)
-    a, b = terms.term_parts(p, scale, magic, low_scale)
-    special = terms.special_terms(p)
+    a, b, special = _row_sums(p, scale, magic, low_scale, BLOCK, V)
     dx = dx_ptr + at * dx_row
     mask = (column < width) & (at >= 0)
     tl.store(dx + column * dx_column, ops.narrow(w * g, dx_ptr.dtype.element_ty, False), mask=mask)
     if not HELD:
         for start in range(BLOCK, width, BLOCK):
             g, p = _products(dy_ptr, x_ptr, t, at, column + start, width, dy_row, dy_column, x_row, x_column)
-            more_a, more_b = terms.term_parts(p, scale, magic, low_scale)
+            more_a, more_b, more_special = _row_sums(p, scale, magic, low_scale, BLOCK, V)
             a += more_a
             b += more_b
-            special += terms.special_terms(p)
+            special += more_special
             mask = (column + start < width) & (at >= 0)
             y = ops.narrow(w * g, dx_ptr.dtype.element_ty, False)
             tl.store(dx + (column + start) * dx_column, y, mask=mask)

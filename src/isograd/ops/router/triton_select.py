@@ -180,6 +180,52 @@ def select(key, column, bits, k, K: tl.constexpr):
     return found, where
 
 
+# --- the largest of binary32 scores, one a lane ----------------------------------------------------------------------
+@triton.jit
+def _two_largest(a, b, c, d):
+    """The two largest of two pairs, each with the larger one first."""
+    return tl.maximum(a, c), tl.maximum(tl.minimum(a, c), tl.maximum(b, d))
+
+
+@triton.jit
+def best_groups(key, column, SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP_K: tl.constexpr):
+    """`mask_groups` for at most as many groups as a row has lanes, and at most 32."""
+    group = column // SIZE
+    lane = tl.arange(0, key.shape[0])[:, None]
+    found = lowest_like(tl.zeros((key.shape[0], key.shape[1]), tl.int32))
+    for i in range(GROUPS):
+        inside = tl.where(group == i, key, LOWEST_32)
+        best, second = tl.reduce((inside, lowest_like(inside)), 3, _two_largest)
+        best, second = tl.reduce((best, second), 2, _two_largest)
+        best, second = tl.reduce((best, second), 0, _two_largest)
+        if SIZE > 1:
+            best = selection_key(ops.from_key(best) + ops.from_key(second))
+        found = tl.where(lane == i, best[None, :], found)
+    kept = tl.zeros((key.shape[1],), tl.int32)
+    for _ in range(GROUP_K):
+        best = tl.max(found, axis=0)
+        at = tl.min(tl.where(found == best[None, :], lane, _FAR), axis=0)
+        found = tl.where(lane == at[None, :], LOWEST_32, found)
+        kept |= 1 << at
+    return tl.where(((broad(kept) >> group) & 1) > 0, key, LOWEST_32)
+
+
+@triton.jit
+def select_lanes(key, column, K: tl.constexpr):
+    """[q, rows] columns of the K largest int32 keys, the largest first, in the lanes below K; of equal ones the first.
+
+    A key above its column, counted down, is one integer, unlike any other's.
+    """
+    packed = (key.to(tl.int64) << 32) | (_FAR - column).to(tl.int64)
+    lane = tl.arange(0, key.shape[0])[:, None]
+    found = tl.zeros((key.shape[0], key.shape[1]), tl.int64)
+    for i in range(K):
+        best = row_max(packed)
+        packed = tl.where(packed == broad(best), LOWEST_64, packed)
+        found = tl.where(lane == i, best[None, :], found)
+    return _FAR - found.to(tl.int32)
+
+
 # --- the largest of well-separated float32 rows ----------------------------------------------------------------------
 @triton.jit
 def _order(a, b):
