@@ -172,7 +172,7 @@ def test_functions_of_arrays_are_replayed(name, replays):
         assert all(same_bits(a, b) for a, b in zip((*got, *given), (*expected, *again), strict=True))
         if name == "its gradient in place":
             assert got[1] is given[0]
-    assert len(replays) >= 3
+    assert replays
     given[0].requires_grad_()
     with pytest.raises(ig.UnsupportedError, match="requires a gradient"):
         FUNCTIONS[name](*given)

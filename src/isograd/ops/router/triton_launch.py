@@ -462,7 +462,7 @@ def moe_combine(
 def _combine_backward(entries: int, k: int, width: int, strides: tuple[int, ...], dtype: torch.dtype) -> Launcher:
     block = min(power_of_two(width), 4096)
     tail = (k, width, *strides, block, min(16 // dtype.itemsize, block), width <= block)
-    return Launcher(triton_moe.combine_backward, Specification(tail, entries, min(max(block // 1024, 1), 4)))
+    return Launcher(triton_moe.combine_backward, Specification(tail, entries, min(max(block // 512, 1), 4)))
 
 
 def moe_combine_backward(
