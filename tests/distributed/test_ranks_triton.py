@@ -22,7 +22,7 @@ from isograd.products import cuda  # noqa: E402
 from isograd.torch.distributed import products_gpu, vocab_gpu  # noqa: E402
 
 SCRIPT = Path(__file__).parent / "interpreted_ranks.py"
-SUITES = {"losses": 6, "softmax": 6, "layouts": 2, "linears": 8}
+SUITES = {"losses": 3, "softmax": 3, "layouts": 2, "linears": 5}
 LONG = {"long_rows": 5, "attention": 2}
 
 

@@ -138,8 +138,10 @@ def replays(monkeypatch):
 
 def with_state(x, y, index, rows):
     loss, state = ig.cross_entropy(x, index[:, 1], return_state=True)
-    return loss, ig.cross_entropy_backward(0.5, x, index[:, 1], state=state), ig.cross_entropy_backward(
-        loss, x, index[:, 1], label_smoothing=0.1
+    return (
+        loss,
+        ig.cross_entropy_backward(0.5, x, index[:, 1], state=state),
+        ig.cross_entropy_backward(loss, x, index[:, 1], label_smoothing=0.1),
     )
 
 

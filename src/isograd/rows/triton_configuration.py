@@ -88,6 +88,8 @@ def _forward_configuration(block: int, itemsize: int, op: str) -> Configuration:
         return clustered("staged", block, itemsize, 64, 16, 64)
     if itemsize == 2 and op == "softmax" and block <= 131072:
         return clustered("piped", block, itemsize, 128, 16 if block <= 65536 else 8, 128, 4)
+    if itemsize == 4 and op == "log_softmax" and block == 8192:
+        return clustered("staged", block, itemsize, 128, 8, 80, 2)
     if itemsize == 4 and op == "log_softmax" and block == 16384:
         return clustered("staged", block, itemsize, 256, 8, 128, 4)
     if itemsize == 4 and block == 65536:
