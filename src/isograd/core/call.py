@@ -22,7 +22,8 @@ from isograd.errors import InvalidProblemError, IsogradError
 
 # For a type of arrays of its own, a front end's (operation with a vjp, inputs, attributes) -> outputs.
 front_ends: dict[type, Callable[[Operation, tuple[Any, ...], tuple[Any, ...]], Any]] = {}
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 _PLAIN = {"int": int, "float": float}  # by what schemas call them: attributes that are plain as they come
 
 

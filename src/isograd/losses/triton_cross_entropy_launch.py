@@ -153,8 +153,8 @@ def _tiles(
 
 def _walk(config: Configuration, itemsize: int, size: int) -> Configuration:
     """Blocks of `size` bytes, 32 of them a thread."""
-    shape = {"block": size // itemsize, "rows": 1, "warps": size // 1024, "group": 32 // itemsize}
-    return config._replace(variant="loop", vector=16 // itemsize, registers=0, chunks=1, **shape)
+    block, group, vector = size // itemsize, 32 // itemsize, 16 // itemsize
+    return Configuration("loop", block, 1, size // 1024, group, vector, native=config.native)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -90,8 +90,8 @@ def _scale(scale: float, dtype: torch.dtype) -> tuple[bool, float]:
 class RouterConfiguration(NamedTuple):
     """The tile of a router, its kernel, and what registers a thread has.
 
-    kernel: "separated", a short cut for softmax scores of logits that are apart, "lanes", which holds the chosen experts
-    and the groups one in a lane, or "tile", which serves everything.
+    kernel: "separated", a short cut for softmax scores of logits that are apart; "lanes", which has the chosen experts
+    and the groups one in a lane; or "tile", which serves everything.
     """
 
     tile: Tile

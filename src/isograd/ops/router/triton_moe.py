@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-# ruff: noqa: N803
+# ruff: noqa: N803, RET505
 # A branch on a constant that returns needs its else: Triton compiles what follows a lone return as well.
 """Sorting entries by expert, moving the tokens' rows there and back, and the auxiliary losses in Triton.
 
@@ -124,10 +124,8 @@ def permute_rows(
     index = tl.load(order_ptr + i * order_stride, mask=inside, other=0)
     valid, at = in_range(index, count, False)
     mask = inside[:, None] & (column < width)
-    if NARROW:  # a division of 64 bits takes as long as all else
-        token = (at.to(tl.int32) // k).to(tl.int64)
-    else:
-        token = at // k
+    # A division of 64 bits takes as long as all else.
+    token = (at.to(tl.int32) // k).to(tl.int64) if NARROW else at // k
     pointers = as_bits(x_ptr) + token[:, None] * x_row + column * x_column
     bits = tl.load(pointers, mask=mask & valid[:, None], other=0)
     bits = tl.where(valid[:, None], bits, nan_bits(y_ptr.dtype.element_ty))
