@@ -51,6 +51,19 @@ def _finished(w, k, RENORMALIZE: tl.constexpr, SCALED: tl.constexpr, SCALE: tl.c
 
 
 @triton.jit
+def _biased(
+    s, column, bias_ptr, row, tokens, n, bias_row, bias_stride, HAS_BIAS: tl.constexpr, BIAS_ROWS: tl.constexpr
+):
+    """What experts are chosen by: their scores, and the bias of all tokens or of each."""
+    if HAS_BIAS:
+        at, mask = column.to(tl.int64) * bias_stride, column < n
+        if BIAS_ROWS:
+            at, mask = at + pieces.broad(row * bias_row), mask & (row < tokens)[None, :, None, None]
+        s += tl.load(bias_ptr + at, mask=mask, other=0.0)
+    return s
+
+
+@triton.jit
 def _choose(
     x,
     column,
@@ -72,12 +85,7 @@ def _choose(
 ):
     """[K, rows] scores of the chosen experts and their indices, the general way."""
     s = pieces.scores(x, SOFTMAX, NATIVE)
-    c = s
-    if HAS_BIAS:
-        at, mask = column.to(tl.int64) * bias_stride, column < n
-        if BIAS_ROWS:
-            at, mask = at + pieces.broad(row * bias_row), mask & (row < tokens)[None, :, None, None]
-        c = s + tl.load(bias_ptr + at, mask=mask, other=0.0)
+    c = _biased(s, column, bias_ptr, row, tokens, n, bias_row, bias_stride, HAS_BIAS, BIAS_ROWS)
     key = pieces.selection_key(c)
     key = tl.where(column < n, key, pieces.lowest_like(key))
     if GROUPS > 1:
@@ -176,11 +184,7 @@ def router_lanes(
         s = pieces.quotients(e, error, x, pieces.broad(m), tl.zeros_like(x) + pieces.broad(r), pieces.broad(r_low))
     else:
         s = pieces.sigmoid(x)
-    if HAS_BIAS:
-        at, mask = column.to(tl.int64) * bias_stride, column < n
-        if BIAS_ROWS:
-            at, mask = at + pieces.broad(row * bias_row), mask & (row < tokens)[None, :, None, None]
-        s += tl.load(bias_ptr + at, mask=mask, other=0.0)
+    s = _biased(s, column, bias_ptr, row, tokens, n, bias_row, bias_stride, HAS_BIAS, BIAS_ROWS)
     key = tl.where(column < n, pieces.selection_key(s), pieces.LOWEST_32)
     if GROUPS > 1:
         key = pieces.best_groups(key, column, SIZE, GROUPS, GROUP_K)
